@@ -1,0 +1,380 @@
+"""Names, types and meanings of every configuration key; the YAML groups beside this file hold the values.
+
+Hydra merges the YAML values into these dataclasses, so a wrong type or an unknown key is refused at composition.
+Rules that span several keys live in `parallel/rules.py`. This file declares; nothing here runs.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from omegaconf import MISSING
+
+
+class Format(str, Enum):
+    """A number format of stored or communicated tensors."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Compute(str, Enum):
+    """The format in which matrix products are computed."""
+
+    fp32 = "fp32"
+    tf32 = "tf32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Recompute(str, Enum):
+    """Which activations are dropped in the forward pass and computed again in the backward pass."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+class Norm(str, Enum):
+    """Normalisation in front of attention, MLP and output layer."""
+
+    layernorm = "layernorm"
+    rmsnorm = "rmsnorm"
+
+
+class Activation(str, Enum):
+    """Non-linearity of the MLP."""
+
+    gelu = "gelu"
+    swiglu = "swiglu"
+
+
+class Position(str, Enum):
+    """How a token's position enters the model."""
+
+    learned = "learned"
+    rope = "rope"
+
+
+class Attention(str, Enum):
+    """Kernel of the core attention."""
+
+    auto = "auto"
+    sdpa = "sdpa"
+    flash_attn = "flash_attn"
+    math = "math"
+
+
+class OptimizerName(str, Enum):
+    """Rule that turns a gradient into an update."""
+
+    sgd = "sgd"
+    momentum = "momentum"
+    adam = "adam"
+    adamw = "adamw"
+
+
+class ScheduleName(str, Enum):
+    """Shape of the learning rate over the run."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+    wsd = "wsd"
+    inverse_sqrt = "inverse_sqrt"
+
+
+class ClipKind(str, Enum):
+    """Rule that bounds the gradient before the update."""
+
+    none = "none"
+    fixed = "fixed"
+
+
+class DataKind(str, Enum):
+    """Where tokens come from."""
+
+    stdlib = "stdlib"
+    text = "text"
+    mock = "mock"
+
+
+class TrackingMode(str, Enum):
+    """How W&B is used; `auto` is online with a key and offline without."""
+
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+    disabled = "disabled"
+
+
+class Device(str, Enum):
+    """What the ranks compute on; `auto` takes GPUs when there are any."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class FlopRule(str, Enum):
+    """Which floating-point operations a token is charged with.
+
+    `full` counts the whole attention matrix (6N + 12·layers·hidden·seq), `causal` only its lower half
+    (6N + 6·layers·hidden·seq). N leaves out the input embedding and counts the output layer.
+    """
+
+    full = "full"
+    causal = "causal"
+
+
+@dataclass
+class Train:
+    """Length, batch and rhythm of a run."""
+
+    # Optimizer steps; null when `tokens` says how long to train.
+    steps: int | None = None
+    # Tokens to train on, rounded up to whole steps; null when `steps` says it.
+    tokens: int | None = None
+    # Sequences per optimizer step over all ranks.
+    global_batch: int = MISSING
+    # Sequences per forward pass of one rank; the rest of the global batch is accumulated.
+    micro_batch: int = MISSING
+    # Tokens per sequence.
+    seq_len: int = MISSING
+    # Seed of initial weights and sample order; neither depends on the layout.
+    seed: int = MISSING
+    # Steps between two lines on a console that is not a terminal; metrics.jsonl and W&B get every step.
+    log_every: int = MISSING
+    # Steps between two evaluations on held-out data; one is made before the first step and after the last.
+    eval_every: int = MISSING
+    # Held-out sequences per evaluation, always the same ones, rounded up to whole global batches.
+    eval_sequences: int = MISSING
+    # Seconds after which a run is stopped and recorded as `timeout`; null for never.
+    timeout_s: float | None = None
+    # Characters of sample text generated at the end; 0 for none.
+    sample_length: int = MISSING
+    # What the sample text continues.
+    sample_prompt: str = MISSING
+    # FLOP rule behind perf/tflops_per_device and perf/mfu.
+    flop_rule: FlopRule = MISSING
+
+
+@dataclass
+class Model:
+    """Shape of the GPT."""
+
+    # Name shown in folders and dashboards.
+    name: str = MISSING
+    # Transformer layers.
+    layers: int = MISSING
+    # Width of the residual stream.
+    hidden: int = MISSING
+    # Inner width of the MLP (of each of its two halves with swiglu).
+    ffn_hidden: int = MISSING
+    # Query heads.
+    heads: int = MISSING
+    # Key and value heads; fewer than `heads` is grouped-query attention.
+    kv_heads: int = MISSING
+    # Token ids the model knows, before padding.
+    vocab: int = MISSING
+    # The vocabulary is padded to a multiple of this, the same under every layout.
+    vocab_multiple: int = MISSING
+    # Normalisation.
+    norm: Norm = MISSING
+    # Added to the variance inside the norm.
+    norm_eps: float = MISSING
+    # Non-linearity of the MLP.
+    activation: Activation = MISSING
+    # Position encoding.
+    position: Position = MISSING
+    # Base of the rotary angles; used with position=rope.
+    rope_base: float = MISSING
+    # Positions a learned encoding has; used with position=learned, at least train.seq_len.
+    max_positions: int = MISSING
+    # Biases in linear layers.
+    bias: bool = MISSING
+    # Input embedding and output layer share one matrix.
+    tie_embeddings: bool = MISSING
+    # Kernel of the core attention.
+    attention: Attention = MISSING
+    # Dropout after attention and MLP; 0 keeps layouts comparable.
+    dropout: float = MISSING
+    # Standard deviation of initial weights; layers that write to the residual stream get it divided by sqrt(2·layers).
+    init_std: float = MISSING
+
+
+@dataclass
+class Parallel:
+    """How one training step is spread over ranks: world size = tp·pp·cp·dp."""
+
+    # Name shown in folders and dashboards.
+    name: str = MISSING
+    # Tensor-parallel ranks: each layer's matrices are split.
+    tp: int = MISSING
+    # Pipeline-parallel ranks: the layers are split into stages.
+    pp: int = MISSING
+    # Virtual stages per pipeline rank (interleaved schedule); 1 for the plain one.
+    vpp: int = MISSING
+    # Context-parallel ranks: the sequence is split.
+    cp: int = MISSING
+    # Data-parallel ranks, or `auto`: the GPUs that are left, without GPUs `dp_on_cpu`.
+    dp: int | str = MISSING
+    # What dp=auto means on a machine without GPUs.
+    dp_on_cpu: int = MISSING
+    # Split norms and residuals along the sequence among the tensor-parallel ranks.
+    sequence_parallel: bool = MISSING
+    # ZeRO stage: what the data-parallel ranks share out: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights.
+    zero: int = MISSING
+    # Size of a gradient bucket in MiB of its reduction format; null for Megatron's own choice.
+    bucket_mb: float | None = None
+    # Overlap gradient reduction and parameter gathering with computation.
+    overlap: bool = MISSING
+    # Activation recomputation.
+    recompute: Recompute = MISSING
+    # Extra environment variables of the ranks; they win over what the layout sets.
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Precision:
+    """Which number format each part of training is kept in."""
+
+    # Name shown in folders and dashboards.
+    name: str = MISSING
+    # Weights used in the forward and backward pass.
+    params: Format = MISSING
+    # Matrix products.
+    compute: Compute = MISSING
+    # Gradient accumulation and reduction.
+    grad_reduce: Format = MISSING
+    # Master weights that the optimizer updates.
+    main_params: Format = MISSING
+    # `none`, `dynamic`, or a fixed number by which the loss is multiplied.
+    loss_scale: float | str = MISSING
+    # First value of a dynamic loss scale.
+    initial_loss_scale: float = MISSING
+    # A dynamic loss scale is never lowered below this.
+    min_loss_scale: float = MISSING
+    # Steps without overflow after which a dynamic loss scale doubles.
+    loss_scale_window: int = MISSING
+    # Overflows tolerated before a dynamic loss scale halves.
+    hysteresis: int = MISSING
+
+
+@dataclass
+class Optimizer:
+    """Rule that turns a gradient into an update."""
+
+    # Which rule.
+    name: OptimizerName = MISSING
+    # Peak learning rate.
+    lr: float = MISSING
+    # Weight decay on matrices; norms and biases get none.
+    weight_decay: float = MISSING
+    # Decay of the first moment (adam, adamw).
+    beta1: float = MISSING
+    # Decay of the second moment (adam, adamw).
+    beta2: float = MISSING
+    # Added to the root of the second moment (adam, adamw).
+    eps: float = MISSING
+    # Momentum (momentum).
+    momentum: float = MISSING
+
+
+@dataclass
+class Schedule:
+    """Learning rate over the run."""
+
+    # Shape after warm-up.
+    name: ScheduleName = MISSING
+    # Steps of linear warm-up from zero.
+    warmup_steps: int = MISSING
+    # Tokens of linear warm-up, rounded up to whole steps; null to use warmup_steps.
+    warmup_tokens: int | None = None
+    # Learning rate at the end as a share of the peak.
+    final_share: float = MISSING
+    # Share of the run that wsd spends on its decay.
+    decay_share: float = MISSING
+
+
+@dataclass
+class Clip:
+    """Bound on the gradient; the norm is computed and logged whatever is chosen."""
+
+    # Rule.
+    kind: ClipKind = MISSING
+    # Largest global L2 norm (fixed).
+    max_norm: float = MISSING
+
+
+@dataclass
+class Data:
+    """Where tokens come from."""
+
+    # Source.
+    kind: DataKind = MISSING
+    # File or folder (text).
+    path: str | None = None
+    # How text becomes tokens.
+    tokenizer: str = MISSING
+    # Share of the files (of the text, when it is one file) held out for validation.
+    val_share: float = MISSING
+
+
+@dataclass
+class Tracking:
+    """Where metrics go besides the console and metrics.jsonl."""
+
+    # W&B project.
+    project: str = MISSING
+    # How W&B is used.
+    mode: TrackingMode = MISSING
+
+
+@dataclass
+class Cluster:
+    """A device and what it can do at best; the denominator of MFU."""
+
+    # Name shown.
+    name: str = MISSING
+    # Text that the device's own name contains; null when peaks are measured at start.
+    device: str | None = None
+    # Dense peak in TFLOP/s by compute format; empty when it is measured at start.
+    peak_tflops: dict[str, float] = field(default_factory=dict)
+    # Device memory in GB (10^9 bytes).
+    memory_gb: float | None = None
+    # Memory bandwidth in TB/s.
+    memory_tb_s: float | None = None
+    # NVLink bandwidth of one device, one way, in GB/s.
+    nvlink_gb_s: float | None = None
+    # Network bandwidth of one device, one way, in GB/s.
+    network_gb_s: float | None = None
+    # Devices in a node.
+    devices_per_node: int | None = None
+    # Nodes.
+    nodes: int = 1
+
+
+@dataclass
+class Launch:
+    """How ranks come to life."""
+
+    # What they compute on.
+    device: Device = MISSING
+
+
+@dataclass
+class Config:
+    """One point: everything that decides what a run computes."""
+
+    train: Train = field(default_factory=Train)
+    model: Model = field(default_factory=Model)
+    parallel: Parallel = field(default_factory=Parallel)
+    precision: Precision = field(default_factory=Precision)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    clip: Clip = field(default_factory=Clip)
+    data: Data = field(default_factory=Data)
+    tracking: Tracking = field(default_factory=Tracking)
+    cluster: Cluster = field(default_factory=Cluster)
+    launch: Launch = field(default_factory=Launch)
