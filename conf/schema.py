@@ -5,12 +5,12 @@ Rules that span several keys live in `parallel/rules.py`. This file declares; no
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from omegaconf import MISSING
 
 
-class Format(str, Enum):
+class Format(StrEnum):
     """A number format of stored or communicated tensors."""
 
     fp32 = "fp32"
@@ -18,7 +18,7 @@ class Format(str, Enum):
     fp16 = "fp16"
 
 
-class Compute(str, Enum):
+class Compute(StrEnum):
     """The format in which matrix products are computed."""
 
     fp32 = "fp32"
@@ -27,7 +27,7 @@ class Compute(str, Enum):
     fp16 = "fp16"
 
 
-class Recompute(str, Enum):
+class Recompute(StrEnum):
     """Which activations are dropped in the forward pass and computed again in the backward pass."""
 
     none = "none"
@@ -35,28 +35,28 @@ class Recompute(str, Enum):
     full = "full"
 
 
-class Norm(str, Enum):
+class Norm(StrEnum):
     """Normalisation in front of attention, MLP and output layer."""
 
     layernorm = "layernorm"
     rmsnorm = "rmsnorm"
 
 
-class Activation(str, Enum):
+class Activation(StrEnum):
     """Non-linearity of the MLP."""
 
     gelu = "gelu"
     swiglu = "swiglu"
 
 
-class Position(str, Enum):
+class Position(StrEnum):
     """How a token's position enters the model."""
 
     learned = "learned"
     rope = "rope"
 
 
-class Attention(str, Enum):
+class Attention(StrEnum):
     """Kernel of the core attention."""
 
     auto = "auto"
@@ -65,7 +65,7 @@ class Attention(str, Enum):
     math = "math"
 
 
-class OptimizerName(str, Enum):
+class OptimizerName(StrEnum):
     """Rule that turns a gradient into an update."""
 
     sgd = "sgd"
@@ -74,7 +74,7 @@ class OptimizerName(str, Enum):
     adamw = "adamw"
 
 
-class ScheduleName(str, Enum):
+class ScheduleName(StrEnum):
     """Shape of the learning rate over the run."""
 
     constant = "constant"
@@ -84,14 +84,14 @@ class ScheduleName(str, Enum):
     inverse_sqrt = "inverse_sqrt"
 
 
-class ClipKind(str, Enum):
+class ClipKind(StrEnum):
     """Rule that bounds the gradient before the update."""
 
     none = "none"
     fixed = "fixed"
 
 
-class DataKind(str, Enum):
+class DataKind(StrEnum):
     """Where tokens come from."""
 
     stdlib = "stdlib"
@@ -99,7 +99,7 @@ class DataKind(str, Enum):
     mock = "mock"
 
 
-class TrackingMode(str, Enum):
+class TrackingMode(StrEnum):
     """How W&B is used; `auto` is online with a key and offline without."""
 
     auto = "auto"
@@ -108,7 +108,7 @@ class TrackingMode(str, Enum):
     disabled = "disabled"
 
 
-class Device(str, Enum):
+class Device(StrEnum):
     """What the ranks compute on; `auto` takes GPUs when there are any."""
 
     auto = "auto"
@@ -116,7 +116,7 @@ class Device(str, Enum):
     cuda = "cuda"
 
 
-class FlopRule(str, Enum):
+class FlopRule(StrEnum):
     """Which floating-point operations a token is charged with.
 
     `full` counts the whole attention matrix (6N + 12·layers·hidden·seq), `causal` only its lower half

@@ -1,0 +1,81 @@
+"""The resolved configuration in a run folder: written once before the ranks start, read by each of them.
+
+Ranks read this file and never compose, so every rank sees the same values whatever the command line, the clock or a
+shared file system does meanwhile. Importing this module does not import Hydra or torch.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from conf.schema import Config
+from parallel.rules import world_size
+
+FILE = "resolved.yaml"
+GROUPS = tuple(f.name for f in fields(Config))
+# These decide where a run computes and who hears of it, not what it computes.
+NOT_HASHED = ("tracking", "cluster", "launch")
+
+
+class BadFrozen(ValueError):
+    """A run folder whose `resolved.yaml` is missing or is not one that `freeze` wrote."""
+
+
+@dataclass
+class Frozen:
+    """One point as its ranks see it."""
+
+    cfg: Config
+    choices: dict[str, str]
+    overrides: list[str]
+    world_size: int
+    config_hash: str
+
+
+def config_hash(cfg: DictConfig) -> str:
+    """SHA-256 of every value that decides what is computed; tracking, cluster and launch are left out."""
+    values = {group: value for group, value in _plain(cfg).items() if group not in NOT_HASHED}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def freeze(cfg: DictConfig, run_dir: str | Path, choices: dict[str, str], overrides: list[str]) -> Frozen:
+    """Write `resolved.yaml` into `run_dir` and return what `load` will read there.
+
+    `cfg` is a checked and resolved configuration (`parallel.rules.resolve`).
+    """
+    content = _plain(cfg) | {
+        "choices": dict(choices),
+        "overrides": list(overrides),
+        "world_size": world_size(cfg),
+        "config_hash": config_hash(cfg),
+    }
+    path = Path(run_dir) / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(OmegaConf.to_yaml(OmegaConf.create(content)), encoding="utf-8")
+    os.replace(unfinished, path)
+    return load(run_dir)
+
+
+def load(run_dir: str | Path) -> Frozen:
+    """Read a run folder's `resolved.yaml`; raises BadFrozen with one sentence if it cannot be."""
+    path = Path(run_dir) / FILE
+    try:
+        content = OmegaConf.load(path)
+        cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), {g: content[g] for g in GROUPS}))
+        rest = OmegaConf.to_container(OmegaConf.masked_copy(content, [k for k in content if k not in GROUPS]))
+        return Frozen(cfg=cfg, **rest)
+    except FileNotFoundError:
+        raise BadFrozen(f"{path} does not exist; the folder is not that of a run") from None
+    except (YAMLError, OmegaConfBaseException, KeyError, TypeError, ValueError, OSError) as error:
+        raise BadFrozen(f"{path} is not a frozen configuration: {str(error).splitlines()[0]}") from error
+
+
+def _plain(cfg: DictConfig) -> dict:
+    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
