@@ -1,0 +1,141 @@
+"""From the configuration to the micro-batches of one data-parallel rank, one step ahead of the training loop."""
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.corpus import BadData, documents
+from data.order import Order
+from data.tokenizer import Bytes, tokenizer
+
+MOCK_WINDOWS = 2**16
+
+
+class Windows(Sequence):
+    """Samples cut from a stream of tokens: window i starts at token i·seq_len and ends with the next one's first token.
+
+    Windows share no input position, and every token but the first is a target once.
+    """
+
+    def __init__(self, tokens: np.ndarray, seq_len: int):
+        self.tokens, self.seq_len = tokens, seq_len
+
+    def __len__(self) -> int:
+        return max(len(self.tokens) - 1, 0) // self.seq_len
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Window `index`, int64 [seq_len + 1]: inputs are all but the last token, targets all but the first."""
+        start = range(len(self))[index] * self.seq_len
+        return self.tokens[start : start + self.seq_len + 1].astype(np.int64)
+
+
+class Mock(Sequence):
+    """Uniformly random tokens, a pure function of (stream, index): for timing at any size; nothing to be learned."""
+
+    def __init__(self, vocab: int, seq_len: int, stream: int):
+        self.vocab, self.seq_len, self.stream = vocab, seq_len, stream
+
+    def __len__(self) -> int:
+        return MOCK_WINDOWS
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Window `index`, int64 [seq_len + 1], every id in [0, vocab)."""
+        random = np.random.Philox(key=[self.stream, range(len(self))[index]]).random_raw(self.seq_len + 1)
+        return (random % self.vocab).astype(np.int64)
+
+
+Samples = Windows | Mock
+
+
+@dataclass
+class Corpus:
+    """What a run trains and is validated on.
+
+    `facts` says in plain values what it is: source, tokens, val_tokens, and a fingerprint of all token ids by which two
+    machines can tell that they train on the same text.
+    """
+
+    train: Samples
+    val: Samples
+    tokenizer: Bytes
+    facts: dict[str, str | int]
+
+
+def load(cfg) -> Corpus:
+    """Reads the corpus that `cfg` (conf.schema.Config) asks for.
+
+    Raises BadData when the text cannot be used, is too little, or has token ids that the model does not know.
+    """
+    seq_len, vocab = cfg.train.seq_len, cfg.model.vocab
+    tokens_of = tokenizer(cfg.data.tokenizer)
+    if cfg.data.kind == "mock":
+        facts = {"source": f"random tokens below {vocab}, nothing to be learned"}
+        return Corpus(Mock(vocab, seq_len, stream=0), Mock(vocab, seq_len, stream=1), tokens_of, facts)
+    if tokens_of.size > vocab:
+        raise BadData(
+            f"data.tokenizer={cfg.data.tokenizer} makes {tokens_of.size} different tokens but model.vocab={vocab}; "
+            f"use model.vocab={tokens_of.size} or more."
+        )
+    text = documents(cfg.data, seq_len)
+    train, val = (_stream(part, tokens_of) for part in (text.train, text.val))
+    fingerprint = hashlib.sha256(train)
+    fingerprint.update(val)
+    facts = {
+        "source": text.source,
+        "tokens": len(train),
+        "val_tokens": len(val),
+        "fingerprint": fingerprint.hexdigest()[:12],
+    }
+    corpus = Corpus(Windows(train, seq_len), Windows(val, seq_len), tokens_of, facts)
+    if len(corpus.train) < cfg.train.global_batch or not len(corpus.val):
+        raise BadData(
+            f"Too little text in {text.source}: {len(train)} training and {len(val)} validation tokens make "
+            f"{len(corpus.train)} and {len(corpus.val)} sequences of train.seq_len={seq_len}, but one step takes "
+            f"train.global_batch={cfg.train.global_batch}; use more text, or a smaller train.seq_len or global_batch."
+        )
+    return corpus
+
+
+def _stream(texts: list[bytes], tokens_of: Bytes) -> np.ndarray:
+    """All documents in one array of token ids, each followed by the separator."""
+    separator = np.array([tokens_of.separator], np.uint8)
+    return np.concatenate([part for text in texts for part in (tokens_of.encode(text), separator)])
+
+
+class Batches:
+    """The micro-batches of one data-parallel rank.
+
+    Rank r of d takes the r-th of d equal runs of the step's `global_batch` samples, so the samples of a step are the
+    same whatever d and the micro-batch are. Without a seed samples come in order, from the first again after the last:
+    the way to validate.
+    """
+
+    def __init__(self, samples: Samples, train, dp_rank: int, dp_size: int, seed: int | None):
+        self.samples, self.order = samples, Order(len(samples), seed)
+        self.micro_batch, self.global_batch = train.micro_batch, train.global_batch
+        self.share = train.global_batch // dp_size
+        self.first = dp_rank * self.share
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._ahead: tuple[int, Future] | None = None
+
+    def step(self, step: int) -> list[np.ndarray]:
+        """Micro-batches of a step counted from 0, each int64 [micro_batch, seq_len + 1]; reads the next step ahead."""
+        if self._ahead is None or self._ahead[0] != step:
+            self._ahead = (step, self._thread.submit(self._read, step))
+        result = self._ahead[1].result()
+        self._ahead = (step + 1, self._thread.submit(self._read, step + 1))
+        return result
+
+    def close(self) -> None:
+        """Ends the thread that reads ahead."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _read(self, step: int) -> list[np.ndarray]:
+        start = step * self.global_batch + self.first
+        return [
+            np.stack([self.samples[self.order[i]] for i in range(at, at + self.micro_batch)])
+            for at in range(start, start + self.share, self.micro_batch)
+        ]
