@@ -1,0 +1,73 @@
+"""The environment variables that a layout needs in its ranks. The only place where they are decided."""
+
+import os
+import subprocess
+from pathlib import Path
+
+from conf.schema import Config, Device
+
+
+def rank_environment(
+    cfg: Config, gpus: int, world_size: int, local_world_size: int | None = None
+) -> dict[str, str | None]:
+    """Variables for every rank of this machine; None means that the variable must not be set.
+
+    gpus: visible GPUs of this machine. local_world_size: ranks on this machine, all of them by default.
+    `parallel.env` wins over everything here; what the user's shell says about threads wins over the default.
+    """
+    local = local_world_size or world_size
+    env: dict[str, str | None] = {}
+    on_gpu = gpus > 0 and cfg.launch.device is not Device.cpu
+    if not on_gpu:
+        env["CUDA_VISIBLE_DEVICES"] = ""  # a device that no rank may use must not be initialised by accident
+    # Every rank would start one thread a core: eight ranks on two cores then spend their time switching.
+    env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // local))
+    env["CUDA_DEVICE_MAX_CONNECTIONS"] = _max_connections(cfg, on_gpu)
+    if local == world_size:
+        # One machine: gloo looks up the host's own name to find an interface, which fails on many laptops.
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    return env | dict(cfg.parallel.env)
+
+
+def apply(env: dict[str, str | None], base: dict[str, str]) -> dict[str, str]:
+    """`base` with `env` laid over it: values set, None removed."""
+    return {name: value for name, value in (base | env).items() if value is not None}
+
+
+def cores() -> int:
+    """Cores this process may use: its affinity, and a container's quota where there is one."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_quota()
+    return max(1, min(allowed, int(quota))) if quota else allowed
+
+
+def _cgroup_quota() -> float | None:
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # control groups, version 2
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit) / int(period)
+
+
+def _max_connections(cfg: Config, on_gpu: bool) -> str | None:
+    """CUDA_DEVICE_MAX_CONNECTIONS.
+
+    Megatron's ZeRO-2 and ZeRO-3 gather weights on side streams, which one hardware queue would put in line with the
+    computation: it must not be 1. Tensor and context parallelism before Blackwell rely on that very line to start
+    a collective before the product it overlaps with: it must be 1. From Blackwell on the order holds without it.
+    """
+    if cfg.parallel.zero >= 2:
+        return None
+    if cfg.parallel.tp == 1 and cfg.parallel.cp == 1:
+        return None
+    return "1" if not on_gpu or _compute_capability() < 10 else None
+
+
+def _compute_capability() -> float:
+    """Of the first GPU; 0 when nvidia-smi can't say, which costs a Blackwell a little speed and nothing else."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader", "--id=0"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        return float(answer.splitlines()[0])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return 0.0

@@ -1,0 +1,107 @@
+"""Why a run failed: the first cause among ranks that die one of another, in one line, and the status it means."""
+
+import json
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+# What a rank says when it was another one that broke: its peer's sockets closed, or a collective gave up waiting.
+_COLLATERAL = re.compile(
+    r"closed by peer|reset by peer|broken pipe|socket closed|remote process exited|recvvalue failed|sendbytes failed"
+    r"|connection refused|timed out waiting|application timeout|distnetworkerror|ncclremoteerror"
+    r"|ncclsystemerror|watchdog caught collective|stopped by sig",
+    re.IGNORECASE,
+)
+_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|can't allocate memory|Cannot allocate memory")
+_NOT_FINITE = re.compile(r"^FloatingPointError")
+_ERROR_LINE = re.compile(r"^[A-Za-z_][\w.]*(?:: .*)?$")
+_LONGEST = 300
+_TAIL = 65536
+
+
+@dataclass
+class Ended:
+    """How one rank ended. `code` is the exit code (negative: the signal), `at` the time it was seen, in epoch seconds."""
+
+    rank: int
+    code: int
+    at: float
+
+
+@dataclass
+class Cause:
+    """The first cause of a failed run: status as in result.json, and one line that names the rank and its log."""
+
+    status: str
+    line: str
+
+
+def oom_kills() -> int | None:
+    """Processes that this machine's kernel has killed for lack of memory since it started; None where it can't say."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found.group(1)) if found else None
+
+
+def first_cause(ended: list[Ended], ranks_dir: Path, oom_kills_before: int | None) -> Cause:
+    """Choose among the ranks that failed: own errors before those caused by a peer's end, then the earliest.
+
+    ended: ranks with a non-zero exit code that were not stopped by us. ranks_dir: holds `rank<N>.log` and
+    `rank<N>.error.json`. oom_kills_before: `oom_kills()` when the run started.
+    """
+    found = []
+    for end in ended:
+        message, at = _recorded(ranks_dir / f"rank{end.rank}.error.json")
+        if message is None:
+            message, at = _told(end, ranks_dir / f"rank{end.rank}.log"), end.at
+        found.append((bool(_COLLATERAL.search(message)), at, end, message))
+    _, _, end, message = min(found, key=lambda entry: entry[:2])
+    status = "oom" if _OUT_OF_MEMORY.search(message) else "nan" if _NOT_FINITE.search(message) else "failed"
+    if end.code == -signal.SIGKILL:
+        status, message = _killed(oom_kills_before)
+    log = ranks_dir / f"rank{end.rank}.log"
+    return Cause(status, f"rank {end.rank}: {_one_line(message)} (log: {_short(log)})")
+
+
+def _recorded(file: Path) -> tuple[str | None, float]:
+    """Message and time (the file's own: the time inside it has whole seconds only) of a recorded exception."""
+    try:
+        message = json.loads(file.read_text())["message"]
+        return (message if isinstance(message, str) else message["message"]), file.stat().st_mtime
+    except (OSError, ValueError, KeyError, TypeError):  # none, or the rank died while writing it
+        return None, 0.0
+
+
+def _told(end: Ended, log: Path) -> str:
+    """What the exit code says, after the error line of a traceback at the end of the log when there is one."""
+    code = f"killed by {signal.Signals(-end.code).name}" if end.code < 0 else f"exit code {end.code}"
+    text = log.read_bytes()[-_TAIL:].decode(errors="replace") if log.exists() else ""
+    _, traceback, after = text.rpartition("Traceback (most recent call last):")
+    if traceback:
+        for line in after.splitlines()[1:]:
+            if _ERROR_LINE.match(line):
+                return line
+    thrown = re.search(r"terminate called after throwing an instance of.*\n\s*what\(\):\s*(.*)", text)
+    return f"{code}: {thrown.group(1)}" if thrown else code
+
+
+def _killed(oom_kills_before: int | None) -> tuple[str, str]:
+    now = oom_kills()
+    if oom_kills_before is None or now is None:
+        return "oom", "killed by SIGKILL, which nobody here sent: likely the kernel, out of memory"
+    if now > oom_kills_before:
+        return "oom", "killed by SIGKILL: the kernel ran out of memory"
+    return "failed", "killed by SIGKILL from outside (the kernel counts no kill for lack of memory)"
+
+
+def _one_line(message: str) -> str:
+    line = " ".join(message.split())
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
+
+
+def _short(path: Path) -> str:
+    """The path as a user in this folder would type it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

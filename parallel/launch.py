@@ -1,0 +1,109 @@
+"""Run one job on this machine: start its ranks, watch them, and leave nothing behind however it ends.
+
+This process needs neither torch nor a rendezvous server: rank 0 serves the store, on a port reserved for it.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from parallel import environment, rules
+from parallel.failure import first_cause, oom_kills
+from parallel.heartbeat import Watch
+from parallel.ranks import Ranks
+
+LOOK_S = 1.0  # between two looks at the heartbeats
+TICK_S = 0.1
+_TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+_CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class JobFailed(Exception):
+    """The run failed by itself. `str()` is the first cause in one line; `status` is failed, oom, nan or timeout."""
+
+    def __init__(self, cause: str, status: str):
+        super().__init__(cause)
+        self.status = status
+
+
+def run(run_dir: str | Path, frozen, entry: list[str] | None = None) -> None:
+    """Run `frozen.world_size` ranks to their end.
+
+    run_dir: holds resolved.yaml; gets one log a rank under `ranks/`. frozen: `parallel.compose.Frozen`. entry: command
+    of a rank, by default `train.py --rank RUN_DIR`.
+
+    Raises JobFailed (a rank failed, or train.timeout_s passed), KeyboardInterrupt (SIGINT) or SystemExit(128 + n)
+    (another signal n). In each of these cases result.json has been completed with status and cause.
+    """
+    from tracking import result
+
+    run_dir = Path(run_dir).resolve()
+    entry = entry or [sys.executable, "-u", str(_TRAIN), "--rank", str(run_dir)]
+    kills = oom_kills()
+    watch = Watch(run_dir, frozen.world_size)
+    ranks = Ranks(run_dir / "ranks")
+    with _Signals() as signals:
+        try:
+            env = environment.rank_environment(frozen.cfg, rules.visible_gpus(), frozen.world_size)
+            ranks.start(entry, frozen.world_size, env)
+            timed_out = _wait(ranks, watch, signals, frozen.cfg.train.timeout_s)
+        finally:
+            ranks.end(in_haste=lambda: signals.count > 1)
+    if signals.first:
+        result.complete(run_dir, "interrupted", f"stopped by {signal.Signals(signals.first).name}")
+        raise KeyboardInterrupt if signals.first == signal.SIGINT else SystemExit(128 + signals.first)
+    if timed_out:
+        status, cause = "timeout", f"not finished after train.timeout_s={frozen.cfg.train.timeout_s:g}; {watch.silent()}"
+    elif ranks.failed:
+        found = first_cause(ranks.failed, run_dir / "ranks", kills)
+        status, cause = found.status, found.line
+    else:
+        return
+    result.complete(run_dir, status, cause)
+    raise JobFailed(cause, status)
+
+
+def _wait(ranks: Ranks, watch: Watch, signals: "_Signals", timeout_s: float | None) -> bool:
+    """Until all ranks are done, one has failed, a signal came, or time is up; True when it was time."""
+    start = looked = time.monotonic()
+    while ranks.tick(TICK_S) and not ranks.failed and not signals.first:
+        now = time.monotonic()
+        if now - looked >= LOOK_S:
+            looked = now
+            if sentence := watch.look():
+                print(sentence, file=sys.stderr, flush=True)
+        if timeout_s is not None and now - start > timeout_s:
+            watch.look()
+            return True
+    return False
+
+
+class _Signals:
+    """While this is open, signals are remembered instead of acted upon, so that the ranks can be ended in order."""
+
+    def __init__(self):
+        self.first: int | None = None
+        self.count = 0
+        self._old = {}
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+            for signum in _CAUGHT:
+                if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, or a shell's background job
+                    self._old[signum] = signal.signal(signum, self._remember)
+        return self
+
+    def _remember(self, signum, frame):
+        if self.first is None:
+            self.first = signum
+            with contextlib.suppress(OSError):  # a terminal that was closed; print() is not for signal handlers
+                os.write(2, b"\nstopping the ranks; once more to stop them at once\n")
+        self.count += 1
+
+    def __exit__(self, *exc):
+        for signum, handler in self._old.items():
+            signal.signal(signum, handler)

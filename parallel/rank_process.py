@@ -1,0 +1,133 @@
+"""What every rank does before anything else: die with its parent, stop on a signal, leave its error where it is found.
+
+Nothing here imports torch, so a rank is protected during the seconds that importing it takes.
+"""
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+PARENT_PID = "TRIPOD_PARENT_PID"  # set by parallel.launch in the environment of the ranks it starts
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's name and format; parallel.launch uses the same
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+PATIENCE_S = 2.0
+
+_PR_SET_PDEATHSIG = 1
+_last_words: list[Callable[[int], None]] = []
+
+
+class Stopped(BaseException):
+    """A signal asked this rank to stop. Not an Exception, so that no `except Exception` files it as a failure."""
+
+    def __init__(self, signum: int):
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.signum = signum
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the process that started this one ends, however it ends (Linux; else no effect).
+
+    A rank lives in a session of its own, so nothing else would reach it when its parent is killed with SIGKILL.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
+    expected = os.environ.get(PARENT_PID)
+    if expected and os.getppid() != int(expected):  # the parent ended before prctl: no signal will come
+        os._exit(128 + signal.SIGKILL)
+
+
+def last_words(say: Callable[[int], None]) -> None:
+    """Register what is called, with the signal's number, when the main thread cannot react to the signal itself.
+
+    It runs in another thread and is followed by the end of the process: close W&B and files here, nothing more.
+    """
+    _last_words.append(say)
+
+
+def stop_on_signals(patience_s: float = PATIENCE_S) -> None:
+    """Turn the first SIGTERM or SIGINT into `Stopped`, raised in the main thread; later ones are ignored.
+
+    Python runs a handler only between two bytecodes, so a rank that waits in a C++ collective never sees the signal.
+    A thread hears it at once through the wakeup descriptor; when the main thread has not reacted after `patience_s`
+    seconds, it says the last words and ends the process.
+    """
+    reacted = threading.Event()
+
+    def on_signal(signum: int, frame) -> None:
+        for other in STOP_SIGNALS:
+            signal.signal(other, signal.SIG_IGN)
+        reacted.set()
+        raise Stopped(signum)
+
+    def wait_for_signal() -> None:
+        while (signum := os.read(heard, 1)[0]) not in STOP_SIGNALS:
+            pass
+        if reacted.wait(patience_s) or signal.getsignal(signum) is not on_signal:  # or another owner took over
+            return
+        print(f"{Stopped(signum)} inside a call that does not return; ending the process", file=sys.stderr, flush=True)
+        for say in _last_words:
+            try:
+                say(signum)
+            except Exception:  # whatever it is, the process must still end
+                traceback.print_exc()
+        os._exit(128 + signum)
+
+    heard, hear = os.pipe()
+    os.set_blocking(hear, False)
+    signal.set_wakeup_fd(hear, warn_on_full_buffer=False)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, on_signal)
+    threading.Thread(target=wait_for_signal, name="stop-on-signal", daemon=True).start()
+
+
+def log_to_file(run_dir: str | Path, rank: int) -> None:
+    """Send this process's stdout and stderr, including those of C++ code, to the rank's log; for attached ranks."""
+    path = Path(run_dir) / "ranks" / f"rank{rank}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def record(error: Exception) -> None:
+    """Write an exception where the launcher (ours or torchrun) looks for the first cause, in torchrun's format."""
+    path = os.environ.get(ERROR_FILE)
+    if not path or (os.path.exists(path) and os.path.getsize(path)):  # already written, nearer to the cause
+        return
+    info = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": info}
+    Path(path).write_text(json.dumps({"message": message}))
+
+
+def run(main: Callable, *args) -> None:
+    """Run `main(*args)` as a rank: protected, stoppable, its exception recorded. Imports belong inside `main`.
+
+    Ends the process with 128 + signal number when it was stopped; an exception goes on to the interpreter.
+    """
+    die_with_parent()
+    stop_on_signals()
+    faulthandler.enable()
+    try:
+        main(*args)
+    except Stopped as stopped:
+        print(f"rank {os.environ.get('RANK', 0)} {stopped}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # Not sys.exit: taking down a communicator whose peers are gone can wait for ever.
+        os._exit(128 + stopped.signum)
+    except Exception as error:
+        record(error)
+        raise
