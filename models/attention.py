@@ -1,0 +1,103 @@
+"""Core attention: softmax(QK^T)V with a causal mask, by PyTorch's kernels, flash-attn, or plain matrix products.
+
+Megatron-core's `DotProductAttention` builds the whole score matrix and a mask tensor. The kernels here need neither.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from conf.schema import Attention
+
+
+def choose(kind: Attention) -> tuple[Attention, str]:
+    """The kernel that `model.attention` stands for on this machine, and the reason in words.
+
+    Raises:
+        RuntimeError: if flash_attn is asked for where it cannot run.
+    """
+    if kind not in (Attention.auto, Attention.flash_attn):
+        return kind, f"model.attention={kind.value}"
+    missing = _flash_attn_missing()
+    if kind is Attention.flash_attn and missing:
+        raise RuntimeError(f"model.attention=flash_attn cannot be used: {missing}; use model.attention=sdpa.")
+    if missing:
+        return Attention.sdpa, f"PyTorch's scaled_dot_product_attention, because {missing}"
+    return Attention.flash_attn, "flash-attn, because the package and a GPU are there"
+
+
+def _flash_attn_missing() -> str | None:
+    if not torch.cuda.is_available():
+        return "there is no GPU for flash-attn"
+    try:
+        import flash_attn  # noqa: F401
+    except ImportError:
+        return "the package flash-attn is not installed"
+    return None
+
+
+class CoreAttention(torch.nn.Module):
+    """Causal self-attention over the heads that this rank holds; takes the place of Megatron's core attention."""
+
+    kind = Attention.sdpa
+
+    def __init__(
+        self,
+        config,
+        layer_number: int,
+        attn_mask_type,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection=None,
+    ):
+        super().__init__()
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.scale = softmax_scale
+
+    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, **kwargs):
+        """Attend.
+
+        Args:
+            query: `[seq, batch, heads, head_dim]`.
+            key, value: `[seq, batch, kv_heads, head_dim]`; each is shared by heads / kv_heads query heads.
+            attention_mask: must be None, the mask is causal.
+
+        Returns:
+            `[seq, batch, heads * head_dim]`.
+        """
+        seq, batch = query.shape[:2]
+        dropout = self.dropout if self.training else 0.0
+        if self.kind is Attention.flash_attn:
+            from flash_attn import flash_attn_func
+
+            q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+            out = flash_attn_func(q, k, v, dropout_p=dropout, softmax_scale=self.scale, causal=True)
+            return out.transpose(0, 1).reshape(seq, batch, -1)
+
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        grouped = q.shape[1] != k.shape[1]
+        if self.kind is Attention.math:
+            out = _math(q, k, v, dropout, self.scale)
+        elif q.dtype is torch.float16 and q.device.type == "cpu":
+            # No fast half-precision kernel there: compute in FP32 from FP16 inputs and round, as a tensor core does.
+            out = F.scaled_dot_product_attention(
+                q.float(), k.float(), v.float(), None, dropout, is_causal=True, scale=self.scale, enable_gqa=grouped
+            ).half()
+        else:
+            out = F.scaled_dot_product_attention(
+                q, k, v, None, dropout, is_causal=True, scale=self.scale, enable_gqa=grouped
+            )
+        return out.permute(2, 0, 1, 3).reshape(seq, batch, -1)
+
+
+def _math(q, k, v, dropout: float, scale: float | None):
+    """The definition, with softmax in FP32: the reference for the other kernels. Shapes `[batch, heads, seq, dim]`."""
+    share = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(share, dim=1) for x in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
+    seq = q.shape[-2]
+    above = torch.ones(seq, seq, dtype=torch.bool, device=q.device).triu(1)
+    weights = F.dropout(scores.masked_fill(above, float("-inf")).softmax(-1).to(v.dtype), dropout)
+    return torch.matmul(weights, v)
