@@ -105,7 +105,7 @@ class Console:
             stream.pending, stream.out_fd = b"", None
 
     def close(self, patience_s: float | None = None) -> None:
-        """Pass on what is left; waits at most `patience_s` for a console that takes nothing (None: as long as needed)."""
+        """Pass on what is left; wait at most `patience_s` for a console that takes nothing (None: for ever)."""
         until = None if patience_s is None else time.monotonic() + patience_s
         while self.pump(0) or any(s.pending for s in self._streams):
             if until is not None and time.monotonic() > until:

@@ -6,13 +6,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-# What a rank says when it was another one that broke: its peer's sockets closed, or a collective gave up waiting.
-_COLLATERAL = re.compile(
-    r"closed by peer|reset by peer|broken pipe|socket closed|remote process exited|recvvalue failed|sendbytes failed"
-    r"|connection refused|timed out waiting|application timeout|distnetworkerror|ncclremoteerror"
-    r"|ncclsystemerror|watchdog caught collective|stopped by sig",
-    re.IGNORECASE,
-)
+from parallel.rank_process import lost_peers
+
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|can't allocate memory|Cannot allocate memory")
 _NOT_FINITE = re.compile(r"^FloatingPointError")
 _ERROR_LINE = re.compile(r"^[A-Za-z_][\w.]*(?:: .*)?$")
@@ -22,7 +17,7 @@ _TAIL = 65536
 
 @dataclass
 class Ended:
-    """How one rank ended. `code` is the exit code (negative: the signal), `at` the time it was seen, in epoch seconds."""
+    """How one rank ended: exit code (negative: the signal) and the time at which it was seen, in epoch seconds."""
 
     rank: int
     code: int
@@ -57,7 +52,7 @@ def first_cause(ended: list[Ended], ranks_dir: Path, oom_kills_before: int | Non
         message, at = _recorded(ranks_dir / f"rank{end.rank}.error.json")
         if message is None:
             message, at = _told(end, ranks_dir / f"rank{end.rank}.log"), end.at
-        found.append((bool(_COLLATERAL.search(message)), at, end, message))
+        found.append((lost_peers(message), at, end, message))
     _, _, end, message = min(found, key=lambda entry: entry[:2])
     status = "oom" if _OUT_OF_MEMORY.search(message) else "nan" if _NOT_FINITE.search(message) else "failed"
     if end.code == -signal.SIGKILL:

@@ -32,7 +32,7 @@ class Heartbeat:
 
 
 class Watch:
-    """The watcher's side, for the parent or for one attached rank. Compares contents only: clocks of nodes may differ."""
+    """The watcher's side, in the parent or in one attached rank. Compares contents only: clocks of nodes may differ."""
 
     def __init__(self, run_dir: str | Path, world_size: int, quiet_s: float = QUIET_S):
         self._files = [_file(run_dir, rank) for rank in range(world_size)]

@@ -57,7 +57,8 @@ def run(run_dir: str | Path, frozen, entry: list[str] | None = None) -> None:
         result.complete(run_dir, "interrupted", f"stopped by {signal.Signals(signals.first).name}")
         raise KeyboardInterrupt if signals.first == signal.SIGINT else SystemExit(128 + signals.first)
     if timed_out:
-        status, cause = "timeout", f"not finished after train.timeout_s={frozen.cfg.train.timeout_s:g}; {watch.silent()}"
+        status = "timeout"
+        cause = f"not finished after train.timeout_s={frozen.cfg.train.timeout_s:g}; {watch.silent()}"
     elif ranks.failed:
         found = first_cause(ranks.failed, run_dir / "ranks", kills)
         status, cause = found.status, found.line

@@ -7,6 +7,7 @@ import ctypes
 import faulthandler
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -22,6 +23,14 @@ PATIENCE_S = 2.0
 
 _PR_SET_PDEATHSIG = 1
 _last_words: list[Callable[[int], None]] = []
+
+# What a collective says when it was another rank that broke or stood still.
+_LOST_PEERS = re.compile(
+    r"^(RuntimeError|DistBackendError|DistNetworkError|DistStoreError|Stopped)\b.*?(closed by peer|reset by peer"
+    r"|broken pipe|socket closed|remote process exited|ncclRemoteError|ncclSystemError|recvValue failed"
+    r"|failed to recv|sendBytes failed|watchdog caught collective|timed out waiting|wait timeout|stopped by)",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 class Stopped(BaseException):
@@ -103,6 +112,11 @@ def log_to_file(run_dir: str | Path, rank: int) -> None:
     os.close(log)
 
 
+def lost_peers(message: str) -> bool:
+    """Whether an error, as `Type: text`, says that another rank is gone or silent, so that the cause lies there."""
+    return bool(_LOST_PEERS.search(message))
+
+
 def record(error: Exception) -> None:
     """Write an exception where the launcher (ours or torchrun) looks for the first cause, in torchrun's format."""
     path = os.environ.get(ERROR_FILE)
@@ -116,18 +130,28 @@ def record(error: Exception) -> None:
 def run(main: Callable, *args) -> None:
     """Run `main(*args)` as a rank: protected, stoppable, its exception recorded. Imports belong inside `main`.
 
-    Ends the process with 128 + signal number when it was stopped; an exception goes on to the interpreter.
+    A rank that fails or is stopped (exit code 128 + signal number) ends here and now, without the interpreter's
+    clean-up: taking down a communicator whose peers are gone can wait for ever.
     """
     die_with_parent()
     stop_on_signals()
     faulthandler.enable()
     try:
         main(*args)
+        return
     except Stopped as stopped:
-        print(f"rank {os.environ.get('RANK', 0)} {stopped}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        # Not sys.exit: taking down a communicator whose peers are gone can wait for ever.
-        os._exit(128 + stopped.signum)
+        code = 128 + stopped.signum
+        report = str(stopped)
     except Exception as error:
+        for signum in STOP_SIGNALS:  # the launcher stops everybody as soon as one fails; let this report be written
+            signal.signal(signum, signal.SIG_IGN)
         record(error)
-        raise
+        code, report = 1, f"{type(error).__name__}: {error}"
+        if not lost_peers(report):
+            traceback.print_exc()
+            report = ""
+    if report:
+        print(f"rank {os.environ.get('RANK', 0)}: {report}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
