@@ -250,7 +250,7 @@ class Precision:
     # Master weights that the optimizer updates.
     main_params: Format = MISSING
     # `none`, `dynamic`, or a fixed number by which the loss is multiplied.
-    loss_scale: float | str = MISSING
+    loss_scale: int | float | str = MISSING
     # First value of a dynamic loss scale.
     initial_loss_scale: float = MISSING
     # A dynamic loss scale is never lowered below this.
@@ -337,9 +337,9 @@ class Cluster:
 
     # Name shown.
     name: str = MISSING
-    # Text that the device's own name contains; null when peaks are measured at start.
+    # The device's own name as its driver gives it, the whole of it: an H100 PCIe is slower than an H100 SXM.
     device: str | None = None
-    # Dense peak in TFLOP/s by compute format; empty when it is measured at start.
+    # Dense peak in TFLOP/s by compute format; empty for whatever device is there.
     peak_tflops: dict[str, float] = field(default_factory=dict)
     # Device memory in GB (10^9 bytes).
     memory_gb: float | None = None

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, filter_overrides
 from omegaconf import OmegaConf
 
-from parallel.compose import Refused, check
+from parallel.compose import Refused, check, remove_unless_used
 
 
 @dataclass
@@ -29,12 +30,12 @@ class ValidatedLauncher(BasicLauncher):
         found = []
         for number, overrides in enumerate(job_overrides, start=initial_job_idx):
             cfg = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
-            cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
             try:
-                check(cfg)
+                check(OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]))
             except Refused as refusal:
                 words = " ".join(filter_overrides(overrides))
                 found += [f"#{number} {words}: {sentence}" for sentence in refusal.sentences]
         if found:
+            remove_unless_used(Path(str(self.config.hydra.sweep.dir)), "multirun.yaml")
             raise Refused(found)
         return super().launch(job_overrides, initial_job_idx)

@@ -1,29 +1,41 @@
-"""From a command line to a checked, frozen point, without importing torch."""
+"""From a command line to checked, frozen points, without importing torch; every refusal is a sentence."""
 
 import os
 import re
-import shlex
+import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from conf.schema import Config
-from parallel.frozen import Frozen, freeze, load
-from parallel.rules import notes, problems, resolve, visible_gpus, world_size
+from parallel import overrides, rules
+from parallel.frozen import FILE, Frozen, freeze, load
 
-__all__ = ["Refused", "check", "command_line", "compose", "freeze", "load", "quote_choices", "world_size"]
+__all__ = [
+    "Refused",
+    "check",
+    "command_line",
+    "compose",
+    "freeze",
+    "load",
+    "quote_choices",
+    "remove_unless_used",
+    "tell",
+]
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
-GROUPS = sorted(folder.name for folder in CONF.iterdir() if any(folder.glob("*.yaml")))
 NUMBER = re.compile(r"(?<![\w.'\"+-])[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?(?![\w.'\"])")
+REFUSED = 2
 
 ConfigStore.instance().store(name="schema", node=Config)
 
@@ -41,15 +53,10 @@ def quote_choices(argv: list[str]) -> list[str]:
     quoted = []
     for argument in argv:
         key, equals, value = argument.partition("=")
-        if equals and key.lstrip("+") in GROUPS:
+        if equals and key.lstrip("+") in overrides.options():
             argument = f"{key}={NUMBER.sub(lambda number: repr(number.group()), value)}"
         quoted.append(argument)
     return quoted
-
-
-def choices_of(hydra_cfg: DictConfig) -> dict[str, str]:
-    """The chosen option of every group of this project."""
-    return {group: str(choice) for group, choice in hydra_cfg.runtime.choices.items() if group in GROUPS and choice}
 
 
 def check(cfg: DictConfig, world: int | None = None) -> DictConfig:
@@ -57,42 +64,132 @@ def check(cfg: DictConfig, world: int | None = None) -> DictConfig:
 
     `world` is the number of ranks where they exist already (torchrun, SLURM).
     """
-    gpus = visible_gpus()
-    found = problems(cfg, gpus, world)
+    try:
+        # Overrides that add keys, and files that do, pass Hydra's own check.
+        cfg = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(cfg, resolve=True))
+    except OmegaConfBaseException as error:
+        raise Refused([_sentence(error)]) from None
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise Refused([f"{key} has no value: choose an option of its group or set it." for key in missing])
+    gpus = rules.visible_gpus()
+    found = rules.problems(cfg, gpus, world)
     if found:
         raise Refused(found)
-    return resolve(cfg, gpus, world)
+    return rules.resolve(cfg, gpus, world)
 
 
 def compose(argv: list[str]) -> tuple[DictConfig, dict[str, str], list[str], Path]:
-    """Compose without Hydra's command line: configuration, choices, overrides, and the run folder Hydra would name."""
-    with hydra.initialize_config_dir(str(CONF), version_base=None, job_name="train"):
-        full = hydra.compose("config", overrides=quote_choices(argv), return_hydra_config=True)
-    # Composition leaves the folder's name to run time; HydraConfig lets its interpolations be read.
+    """Compose without Hydra's command line: configuration, choices, overrides, and the run folder Hydra would name.
+
+    Raises Refused for words that no configuration can be composed from; the configuration is not checked yet.
+    """
+    argv = quote_choices(argv)
+    _refuse(overrides.problems(argv, multirun=False))
+    try:
+        with hydra.initialize_config_dir(str(overrides.CONF), version_base=None, job_name="train"):
+            full = hydra.compose("config", overrides=argv, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise Refused([_sentence(error)]) from None
+    # The folder's name depends on Hydra's own values, which are read through HydraConfig.
     HydraConfig.instance().set_config(full)
     run_dir = Path(str(full.hydra.run.dir))
-    choices, overrides = choices_of(full.hydra), list(full.hydra.overrides.task)
-    cfg = OmegaConf.masked_copy(full, [key for key in full if key != "hydra"])
-    return cfg, choices, overrides, run_dir
+    choices, task = _choices(full.hydra), list(full.hydra.overrides.task)
+    return OmegaConf.masked_copy(full, [key for key in full if key != "hydra"]), choices, task, run_dir
 
 
 def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
     """Compose, check and freeze every point that `argv` asks for and call `run(run_dir, frozen)` for each.
 
-    `run` returns the exit code of its point. Returns the first exit code that is not 0.
+    `run` returns the exit code of its point. Returns the first code that is not 0, REFUSED when nothing was started,
+    and 130 on Ctrl-C.
     """
-    codes = []
+    codes: list[int] = []
+    refusals: list[Refused] = []
 
-    @hydra.main(version_base=None, config_path=str(CONF), config_name="config")
+    @hydra.main(version_base=None, config_path=str(overrides.CONF), config_name="config")
     def point(cfg: DictConfig) -> None:
         hydra_cfg = HydraConfig.get()
         run_dir = Path(hydra_cfg.runtime.output_dir)
-        resolved = check(cfg)
-        frozen = freeze(resolved, run_dir, choices_of(hydra_cfg), list(hydra_cfg.overrides.task))
-        for note in notes(resolved, visible_gpus()):
+        try:
+            if (run_dir / FILE).exists():
+                raise Refused([f"{run_dir} holds a run already: name another folder with hydra.run.dir."])
+            resolved = check(cfg)
+        except Refused as refusal:
+            remove_unless_used(run_dir, ".hydra")
+            refusals.append(refusal)
+            return
+        for note in rules.notes(resolved, rules.visible_gpus()):
             print(f"note: {note}")
+        frozen = freeze(resolved, run_dir, _choices(hydra_cfg), list(hydra_cfg.overrides.task))
         codes.append(run(run_dir, frozen))
 
-    sys.argv[1:] = quote_choices(argv)
-    point()
+    # Hydra's parser takes flags before overrides only.
+    argv = sorted(quote_choices(argv), key=lambda word: not word.startswith("-") and ("=" in word or word[0:1] == "~"))
+    # With it Hydra raises its errors; without, it prints them with a hint at a traceback that helps nobody here.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        flags = _flags(argv)
+        _refuse(overrides.problems(flags.overrides, flags.multirun or "hydra.mode=MULTIRUN" in argv))
+        sys.argv[1:] = argv
+        point()
+        if refusals:
+            raise refusals[0]
+    except Refused as refusal:
+        return tell(refusal.sentences)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        return tell([_sentence(error)])
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR", None)
     return next((code for code in codes if code), 0)
+
+
+def tell(sentences: list[str]) -> int:
+    """Print why nothing was started; the exit code that says so."""
+    print("Nothing was started:", *(f"  - {sentence}" for sentence in sentences), sep="\n", file=sys.stderr)
+    return REFUSED
+
+
+def _flags(argv: list[str]) -> Namespace:
+    def refuse(message: str) -> NoReturn:
+        raise Refused([f"{message} (train.py --hydra-help lists the flags)."])
+
+    parser = get_args_parser()
+    parser.error = refuse
+    return parser.parse_args(argv)
+
+
+def _refuse(sentences: list[str]) -> None:
+    if sentences:
+        raise Refused(sentences)
+
+
+def _choices(hydra_cfg: DictConfig) -> dict[str, str]:
+    """The chosen option of every group of this project."""
+    chosen = hydra_cfg.runtime.choices
+    return {group: str(chosen[group]) for group in overrides.options() if chosen.get(group) is not None}
+
+
+def _sentence(error: Exception) -> str:
+    """An error of Hydra, OmegaConf or YAML on one line, with its cause and without the library's own details."""
+    parts = []
+    for text in (str(error), str(error.__cause__ or "")):
+        lines = (line.strip() for line in text.partition("Config search path")[0].splitlines())
+        line = " ".join(line for line in lines if line and not line.startswith(("reference_type=", "object_type=")))
+        if line and line not in " ".join(parts):
+            parts.append(line)
+    return " ".join(parts)
+
+
+def remove_unless_used(folder: Path, only: str) -> None:
+    """Remove a folder that holds nothing but `only`, and the folders above it that are empty then."""
+    if {path.name for path in folder.iterdir()} != {only}:
+        return
+    path = folder / only
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for empty in (folder, *folder.parents):
+        if empty.resolve() == Path.cwd() or any(empty.iterdir()):
+            break
+        empty.rmdir()

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 
 
@@ -22,6 +23,7 @@ def visible_gpus() -> int:
     return count
 
 
+@cache
 def _machine_gpus() -> int:
     # nvidia-smi first: inside a container or a batch job it lists only what may be used, /proc lists the node's.
     if shutil.which("nvidia-smi"):

@@ -1,79 +1,163 @@
-"""Rules that span several configuration keys, each with the nearest legal choice. Nothing here imports torch."""
+"""Rules that span several configuration keys, each told in one sentence with the nearest legal choice.
+
+Nothing here imports torch: a point is judged before the first process starts.
+"""
 
 import math
 import os
-from copy import deepcopy
+import re
+from importlib.util import find_spec
+from pathlib import Path
 
-from omegaconf import DictConfig
-
+from parallel import layouts, ranges
 from parallel.devices import visible_gpus
+from parallel.layouts import divisors, near
+from parallel.resolve import padded_vocab, resolve, whole, world_size
 
 __all__ = ["notes", "padded_vocab", "problems", "resolve", "visible_gpus", "world_size"]
 
-
-def whole(value, default: int = 1) -> int:
-    """A positive whole number, or `default` where the value is not one; the ranges say what was wrong with it."""
-    return value if isinstance(value, int) and value > 0 else default
+TOKENIZERS = {"bytes": 256}
+STORED_AS = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
 
-def padded_vocab(model) -> int:
-    """Vocabulary after padding: a multiple of `model.vocab_multiple`, the same under every layout."""
-    multiple = whole(model.vocab_multiple)
-    return math.ceil(whole(model.vocab) / multiple) * multiple
-
-
-def model_ranks(parallel) -> int:
-    """Ranks that hold one replica: tp·pp·cp."""
-    return whole(parallel.tp) * whole(parallel.pp) * whole(parallel.cp)
-
-
-def world_size(cfg) -> int:
-    """Ranks of a resolved configuration: tp·pp·cp·dp."""
-    return model_ranks(cfg.parallel) * whole(cfg.parallel.dp)
-
-
-def resolve(cfg: DictConfig, gpus: int, world: int | None = None) -> DictConfig:
-    """A copy with everything automatic decided: dp, device, steps for tokens and warm-up steps for warm-up tokens.
+def problems(cfg, gpus: int, world: int | None = None) -> list[str]:
+    """Everything that forbids running this configuration, one sentence each; empty when it can run.
 
     `gpus` are the GPUs of this machine; `world` is the number of ranks where they exist already (torchrun, SLURM).
-    Bad values are left as they are: `problems` tells of them.
     """
-    cfg = deepcopy(cfg)
-    if cfg.launch.device == "auto":
-        cfg.launch.device = "cuda" if gpus else "cpu"
-    tokens_per_step = whole(cfg.train.global_batch) * whole(cfg.train.seq_len)
-    if cfg.train.tokens is not None and cfg.train.steps is None:
-        cfg.train.steps, cfg.train.tokens = math.ceil(cfg.train.tokens / tokens_per_step), None
-    if cfg.schedule.warmup_tokens is not None:
-        cfg.schedule.warmup_steps = math.ceil(cfg.schedule.warmup_tokens / tokens_per_step)
-        cfg.schedule.warmup_tokens = None
-    if cfg.parallel.dp == "auto":
-        if world is not None:
-            cfg.parallel.dp = max(1, world // model_ranks(cfg.parallel))
-        else:
-            cfg.parallel.dp = _auto_dp(cfg, gpus if cfg.launch.device == "cuda" else 0)
-    return cfg
+    resolved = resolve(cfg, gpus, world)
+    found = ranges.problems(cfg) + _length(cfg.train) + _model(cfg) + layouts.shape_problems(resolved)
+    found += layouts.batch_problems(resolved) + layouts.device_problems(resolved, gpus, world)
+    return found + _precision(cfg.precision) + _attention(resolved) + _data(cfg)
 
 
-def _auto_dp(cfg, gpus: int) -> int:
-    """As many replicas as the devices hold and the global batch can be shared out to."""
-    most = max(1, gpus // model_ranks(cfg.parallel)) if gpus else whole(cfg.parallel.dp_on_cpu)
-    group = whole(cfg.parallel.pp) if whole(cfg.parallel.vpp) > 1 else 1
-    for dp in range(most, 0, -1):
-        if whole(cfg.train.global_batch) % (whole(cfg.train.micro_batch) * dp * group) == 0:
-            return dp
-    return most
+def notes(cfg, gpus: int) -> list[str]:
+    """What is legal but worth a line before the run starts; `cfg` is resolved."""
+    said, p, t = [], cfg.parallel, cfg.train
+    ranks, cores, on_cpu = world_size(cfg), os.cpu_count() or 1, cfg.launch.device == "cpu"
+    if on_cpu and ranks > cores:
+        said.append(f"{ranks} ranks share {cores} CPU cores: the numbers are right, the speed says nothing.")
+    if on_cpu and cfg.precision.compute == "tf32":
+        said.append("TF32 exists on NVIDIA GPUs only: on this CPU products are computed in FP32.")
+    if not on_cpu and ranks < gpus:
+        said.append(f"{ranks} of {gpus} GPUs are used: the global batch or the command line asks for dp={p.dp}.")
+    if p.zero and p.dp == 1:
+        said.append(f"parallel.zero={p.zero} shares nothing out with one data-parallel rank.")
+    if t.steps is not None and cfg.schedule.warmup_steps >= t.steps:
+        said.append(f"the run of {t.steps} steps ends inside the warm-up of {cfg.schedule.warmup_steps}.")
+    return said
 
 
-def problems(cfg: DictConfig, gpus: int, world: int | None = None) -> list[str]:
-    """Everything that forbids running this configuration, one sentence each; empty when it can run."""
+def _length(train) -> list[str]:
+    if train.steps is None and train.tokens is None:
+        return ["train.steps and train.tokens are both null: set one of them."]
+    if train.steps is not None and train.tokens is not None:
+        return [
+            f"train.steps={train.steps} and train.tokens={train.tokens} both say how long to train: "
+            "add train.steps=null to go by tokens, or train.tokens=null to go by steps."
+        ]
     return []
 
 
-def notes(cfg: DictConfig, gpus: int) -> list[str]:
-    """What is legal but worth a line before the run starts; `cfg` is resolved."""
-    said = []
-    ranks, cores = world_size(cfg), os.cpu_count() or 1
-    if cfg.launch.device == "cpu" and ranks > cores:
-        said.append(f"{ranks} ranks share {cores} CPU cores: the results are right, the speed says nothing.")
-    return said
+def _model(cfg) -> list[str]:
+    m, found = cfg.model, []
+    heads, kv_heads, hidden = whole(m.heads), whole(m.kv_heads), whole(m.hidden)
+    if hidden % heads:
+        found.append(
+            f"model.hidden={hidden} is not divisible by model.heads={heads}: "
+            f"take {near('model.heads', heads, divisors(hidden))}."
+        )
+    elif m.position == "rope" and hidden // heads % 2:
+        found.append(
+            f"model.position=rope turns pairs of numbers and a head has {hidden // heads}: "
+            f"take {near('model.heads', heads, [h for h in divisors(hidden) if hidden // h % 2 == 0])}."
+        )
+    if heads % kv_heads:
+        found.append(
+            f"model.heads={heads} is not divisible by model.kv_heads={kv_heads}: "
+            f"take {near('model.kv_heads', kv_heads, divisors(heads))}."
+        )
+    if m.position == "learned" and whole(m.max_positions) < whole(cfg.train.seq_len):
+        found.append(
+            f"train.seq_len={cfg.train.seq_len} is longer than the model.max_positions={m.max_positions} learned "
+            f"positions: take train.seq_len={m.max_positions} or model.max_positions={cfg.train.seq_len}."
+        )
+    return found
+
+
+def _precision(n) -> list[str]:
+    found, stored = [], STORED_AS[n.compute]
+    if n.params != stored:
+        found.append(
+            f"precision.params={n.params} does not fit precision.compute={n.compute}: take precision.params={stored}."
+        )
+    if n.grad_reduce not in ("fp32", n.params):
+        found.append(
+            f"precision.grad_reduce={n.grad_reduce} is neither fp32 nor the format of the weights: "
+            f"take precision.grad_reduce=fp32{'' if n.params == 'fp32' else f' or {n.params}'}."
+        )
+    if n.main_params != "fp32":
+        found.append(f"precision.main_params={n.main_params}: master weights are kept in fp32 in this version.")
+    scale, number = n.loss_scale, isinstance(n.loss_scale, (int, float))
+    if not number and scale not in ("none", "dynamic"):
+        found.append(f"precision.loss_scale={scale} is not a loss scale: take none, dynamic or a number above 0.")
+    elif number and not 0 < scale < math.inf:
+        found.append(f"precision.loss_scale={scale} is out of range: take none, dynamic or a number above 0.")
+    elif n.compute == "fp16" and scale == "none":
+        found.append(
+            "precision.compute=fp16 loses small gradients without a loss scale: take precision.loss_scale=dynamic, "
+            "or precision.loss_scale=1 to train unscaled on purpose."
+        )
+    elif n.compute != "fp16" and scale != "none":
+        found.append(f"precision.loss_scale={scale} is for fp16, not for {n.compute}: take precision.loss_scale=none.")
+    if n.min_loss_scale > n.initial_loss_scale:
+        found.append(
+            f"precision.min_loss_scale={n.min_loss_scale} is above the first scale: "
+            f"take precision.initial_loss_scale={n.min_loss_scale} or more."
+        )
+    return found
+
+
+def _attention(cfg) -> list[str]:
+    if cfg.model.attention != "flash_attn":
+        return []
+    reasons = []
+    if cfg.launch.device != "cuda":
+        reasons.append("a GPU")
+    if find_spec("flash_attn") is None:
+        reasons.append("the package flash-attn, which is not installed")
+    if cfg.precision.compute not in ("bf16", "fp16"):
+        reasons.append(f"bf16 or fp16 instead of precision.compute={cfg.precision.compute}")
+    return [f"model.attention=flash_attn needs {', and '.join(reasons)}: take model.attention=sdpa."] if reasons else []
+
+
+def _data(cfg) -> list[str]:
+    d, found = cfg.data, []
+    if d.kind == "text":
+        if d.path is None:
+            found.append("data=text needs a file or folder: add data.path=PATH.")
+        elif not Path(d.path).exists():
+            found.append(f"data.path={d.path} does not exist{_nearest_path(Path(d.path))}.")
+        elif not os.access(d.path, os.R_OK):
+            found.append(f"data.path={d.path} may not be read: change its permissions or take another.")
+    elif d.path is not None:
+        found.append(f"data.path={d.path} is not read with data.kind={d.kind}: take data=text.")
+    if d.tokenizer not in TOKENIZERS:
+        found.append(f"data.tokenizer={d.tokenizer} is unknown: take data.tokenizer={' or '.join(TOKENIZERS)}.")
+    elif d.kind != "mock" and cfg.model.vocab < TOKENIZERS[d.tokenizer]:
+        size = TOKENIZERS[d.tokenizer]
+        found.append(
+            f"model.vocab={cfg.model.vocab} is smaller than the {size} ids of data.tokenizer={d.tokenizer}: "
+            f"take model.vocab={size}."
+        )
+    if cfg.train.sample_length > 0 and not cfg.train.sample_prompt:
+        found.append("train.sample_prompt is empty and a sample continues it: set it, or train.sample_length=0.")
+    if not cfg.tracking.project or re.search(r"[/\\#?%:]", cfg.tracking.project):
+        found.append(f"tracking.project={cfg.tracking.project!r} is not a W&B project: leave out / \\ # ? % and :.")
+    return found
+
+
+def _nearest_path(path: Path) -> str:
+    """Where the path stops existing, which is where the typing mistake is."""
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    return f" (there is no {path.absolute().relative_to(parent).parts[0]} in {parent})"
