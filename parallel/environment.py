@@ -2,9 +2,9 @@
 
 import os
 import subprocess
-from pathlib import Path
 
 from conf.schema import Config, Device
+from parallel.host import cores
 
 
 def rank_environment(
@@ -32,21 +32,6 @@ def rank_environment(
 def apply(env: dict[str, str | None], base: dict[str, str]) -> dict[str, str]:
     """`base` with `env` laid over it: values set, None removed."""
     return {name: value for name, value in (base | env).items() if value is not None}
-
-
-def cores() -> int:
-    """Cores this process may use: its affinity, and a container's quota where there is one."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_quota()
-    return max(1, min(allowed, int(quota))) if quota else allowed
-
-
-def _cgroup_quota() -> float | None:
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # control groups, version 2
-    except OSError:
-        return None
-    return None if limit == "max" else int(limit) / int(period)
 
 
 def _max_connections(cfg: Config, on_gpu: bool) -> str | None:

@@ -1,10 +1,13 @@
 """Signs of life: each rank overwrites one small file as it moves, and a watcher names the rank that stays behind."""
 
 import os
+import sys
+import threading
 import time
 from pathlib import Path
 
 QUIET_S = 30.0
+LOOK_S = 1.0
 _LINE = 80
 
 
@@ -75,6 +78,20 @@ class Watch:
         names = [f"rank {r} in '{self._beats[r][1]}' for {now - self._moved[r]:.0f} s" for r in behind[:4]]
         more = f" and {len(behind) - 4} more" if len(behind) > 4 else ""
         return f"behind: {', '.join(names)}{more}; the others wait in '{ahead}'"
+
+
+def watch_in_background(run_dir: str | Path, world_size: int, several_nodes: bool) -> None:
+    """Print on stderr, for the life of this process, what a `Watch` has to say; for runs without a parent of ours."""
+    # A network file system shows what another node wrote up to half a minute late.
+    watch = Watch(run_dir, world_size, quiet_s=3 * QUIET_S if several_nodes else QUIET_S)
+
+    def look() -> None:
+        while True:
+            time.sleep(LOOK_S)
+            if sentence := watch.look():
+                print(sentence, file=sys.stderr, flush=True)
+
+    threading.Thread(target=look, name="heartbeats", daemon=True).start()
 
 
 def _read(file: Path) -> tuple[int, str] | None:

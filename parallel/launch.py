@@ -13,10 +13,9 @@ from pathlib import Path
 
 from parallel import environment, rules
 from parallel.failure import first_cause, oom_kills
-from parallel.heartbeat import Watch
+from parallel.heartbeat import LOOK_S, Watch
 from parallel.ranks import Ranks
 
-LOOK_S = 1.0  # between two looks at the heartbeats
 TICK_S = 0.1
 _TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
