@@ -1,0 +1,78 @@
+"""metrics.jsonl: one JSON object a line, for every step and every evaluation of a run.
+
+A line has `step` (0 for the evaluation before the first step), `tokens` and the metrics of tracking.metrics. JSON knows
+no NaN and no infinity; they are written as the strings "NaN", "Infinity" and "-Infinity".
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+FILE = "metrics.jsonl"
+
+
+class History:
+    """Starts the file anew and appends lines; each one is in the file, complete, before `add` returns.
+
+    Nothing is lost or doubled when a signal interrupts `add` (call `flush` then), nor when the disk is full: the lines
+    stay in memory and are written as soon as there is room. Then `problem` says why they are not in the file.
+    """
+
+    def __init__(self, run_dir: Path):
+        """Raises OSError when the folder cannot be written to."""
+        self.path = run_dir / FILE
+        self.problem: str | None = None
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._end = 0
+        self._pending = b""
+
+    def add(self, step: int, metrics: dict[str, float]) -> None:
+        """Writes one line."""
+        line = {"step": step} | {name: _plain(value) for name, value in metrics.items()}
+        self._pending += json.dumps(line).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Writes the lines that are not in the file yet."""
+        try:
+            while self._pending:
+                # At a fixed position: a write that a signal interrupts after the fact is repeated with the same bytes.
+                written = os.pwrite(self._fd, self._pending, self._end)
+                self._pending, self._end = self._pending[written:], self._end + written
+            self.problem = None
+        except OSError as error:
+            self.problem = f"{self.path} cannot be written: {error.strerror}"
+
+    def close(self) -> None:
+        """Writes what is left and closes the file."""
+        self.flush()
+        os.close(self._fd)
+
+
+def read(run_dir: str | Path) -> Iterator[dict[str, float]]:
+    """The lines of a run's metrics.jsonl, none when there is no file.
+
+    A last line that was cut off is left out; anything else that is no JSON object of numbers raises ValueError.
+    """
+    path = Path(run_dir) / FILE
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.endswith(b"\n"):
+                try:
+                    yield {name: _number(value) for name, value in json.loads(line).items()}
+                except (ValueError, TypeError, AttributeError) as error:
+                    raise ValueError(f"{path}: line {number} is damaged: {error}") from error
+
+
+def _plain(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _number(value: float | str) -> float:
+    return float(value) if isinstance(value, str) else value

@@ -1,0 +1,117 @@
+"""Parts of a self-contained HTML page: figures, tables and charts, drawn without any network.
+
+A page carries uPlot (https://github.com/leeoniya/uPlot, MIT, see assets/uPlot.LICENSE) and all its data.
+"""
+
+import json
+import math
+from html import escape
+from pathlib import Path
+
+ASSETS = Path(__file__).resolve().parent / "assets"
+MOST_POINTS = 1500
+
+
+def chart(title: str, x: list[float], series: list[dict], x_label: str = "tokens", log: bool = False) -> dict:
+    """A line chart. A series is {"label", "values"} with as many values as `x`, None or NaN for a gap.
+
+    Optional in a series: "emphasis" (thick, with points), "dash", "color" (0 to 4). Long series are thinned out so that
+    every extreme of the first one stays.
+    """
+    keep = _thin([s["values"] for s in series])
+    thinned = [s | {"values": [_rounded(s["values"][i]) for i in keep]} for s in series]
+    return {"title": title, "x": [x[i] for i in keep], "series": thinned, "x_label": x_label, "log": log}
+
+
+def figures(items: list[tuple[str, str, str]]) -> str:
+    """A row of large figures: label, value, small print."""
+    cards = (
+        f'<div class="card"><span class="soft">{escape(label)}</span><b>{escape(value)}</b>'
+        f'<small class="soft">{escape(small)}</small></div>'
+        for label, value, small in items
+    )
+    return f'<div class="figures">{"".join(cards)}</div>'
+
+
+def table(rows: dict[str, object]) -> str:
+    """Two columns, name and value; nothing for a value that is None."""
+    cells = (
+        f"<tr><th>{escape(str(name))}</th><td>{escape(str(value))}</td></tr>"
+        for name, value in rows.items()
+        if value is not None
+    )
+    return f"<table>{''.join(cells)}</table>"
+
+
+def card(title: str, content: str) -> str:
+    """A titled section; `content` is HTML."""
+    return f'<section class="card"><h2>{escape(title)}</h2>{content}</section>'
+
+
+def folded(title: str, content: str) -> str:
+    """A section that opens on a click; `content` is HTML."""
+    return f'<section class="card"><details><summary>{escape(title)}</summary>{content}</details></section>'
+
+
+def text(content: str) -> str:
+    """Text as it is, line by line."""
+    return f"<pre>{escape(content)}</pre>"
+
+
+def document(title: str, head: str, charts: list[dict], rest: str) -> str:
+    """The whole page: HTML `head`, the charts, HTML `rest`."""
+    places = "".join(
+        f'<div class="card"><h2>{escape(one["title"])}</h2><div id="chart{i}"></div></div>'
+        for i, one in enumerate(charts)
+    )
+    # "<" cannot end the script element early when it is written like this.
+    data = json.dumps(charts, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    read = {file.name: file.read_text(encoding="utf-8") for file in ASSETS.iterdir()}
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<link rel="icon" href="data:,">
+<!-- uPlot, used by this page:
+{read["uPlot.LICENSE"]}-->
+<style>{read["uPlot.min.css"]}{read["page.css"]}</style>
+</head>
+<body>
+<main>
+{head}
+<div class="charts">{places}</div>
+{rest}
+</main>
+<script type="application/json" id="charts">{data}</script>
+<script>{read["uPlot.iife.min.js"]}</script>
+<script>{read["charts.js"]}</script>
+</body>
+</html>
+"""
+
+
+def _thin(series: list[list[float | None]]) -> list[int]:
+    """Which points to draw: all, or of each stretch the lowest and highest of the first series and any rare others."""
+    first, *others = series
+    if len(first) <= MOST_POINTS:
+        return list(range(len(first)))
+    stretch = math.ceil(2 * len(first) / MOST_POINTS)
+    keep = {0, len(first) - 1}
+    for start in range(0, len(first), stretch):
+        known = [i for i in range(start, min(start + stretch, len(first))) if _rounded(first[i]) is not None]
+        if known:
+            keep |= {min(known, key=first.__getitem__), max(known, key=first.__getitem__)}
+    for values in others:
+        known = [i for i, value in enumerate(values) if value is not None]
+        if len(known) <= MOST_POINTS // 4:
+            keep |= set(known)
+    return sorted(keep)
+
+
+def _rounded(value: float | None) -> float | None:
+    """Five digits are more than a screen shows; what is not finite is a gap."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.5g}")

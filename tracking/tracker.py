@@ -1,0 +1,178 @@
+"""What the logging rank does with metrics: console, metrics.jsonl, W&B, and at the end result.json and the report page.
+
+`facts` is what train.py knows before the first step:
+
+    parameters   int
+    device       "NVIDIA H100" or "CPU (...)"
+    peak         {"tflops": x, "source": "dense BF16 peak of ...", "name": "dense BF16"} or None where it is unknown
+    rank_map     which rank does what, one or more lines
+    run_command  the command that repeats this run
+    data         data.batches.Corpus.facts
+    notes        further rows of the block before the first step, {label: text}; may be left out
+"""
+
+import time
+from pathlib import Path
+
+from tracking import report, result
+from tracking.console import Console, duration, short
+from tracking.history import History
+from tracking.mode import TrackingError
+from tracking.wandb_run import WandbRun
+
+TRY_NEXT = (
+    "python train.py parallel=tp2",
+    "python train.py -m parallel=dp2,tp2 clip=0.1,1.0",
+    "python train.py data=text data.path=FOLDER_WITH_TEXT",
+)
+
+
+class Tracker:
+    """Context manager around the training loop of the one rank that logs.
+
+    Leaving it closes everything: as `ok`, or, when an exception leaves it, as what that exception means. The exception
+    goes on. Raises TrackingError on entering when the folder or W&B cannot be used.
+    """
+
+    def __init__(self, frozen, run_dir: str | Path, facts: dict):
+        self.frozen, self.run_dir, self.given = frozen, Path(run_dir), facts
+        self.console = Console(frozen.cfg.train.steps, frozen.cfg.train.log_every, facts.get("peak"))
+        self.summary = result.Summary()
+        self.extra: dict = {}
+        self.finished = False
+        self._said: set[str] = set()
+
+    def __enter__(self):
+        self.began = time.monotonic()
+        self.facts = result.facts(self.frozen, self.given)
+        try:
+            self.history = History(self.run_dir)
+            result.write(self.run_dir, result.FACTS_FILE, **self.facts)
+        except OSError as error:
+            raise TrackingError(
+                f"The run's folder {self.run_dir} cannot be written to: {error.strerror}; "
+                "choose another with hydra.run.dir=..."
+            ) from error
+        self.wandb = WandbRun(self.frozen, self.run_dir, self.facts)
+        self._show_start()
+        return self
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Records the metrics of a step (Meter.step) or of an evaluation ({"val/loss": x}, step 0 before the first)."""
+        metrics = {"tokens": self.summary.last.get("tokens", 0)} | metrics
+        self.history.add(step, metrics)
+        self.summary.add(step, metrics)
+        self.wandb.log(metrics)
+        if "train/loss" in metrics:
+            self.console.step(step, metrics)
+        if "val/loss" in metrics:
+            self.console.evaluation(step, metrics["val/loss"])
+        self._say_once(self.history.problem, "training goes on, and the metrics are written when there is room again")
+        self._say_once(self.wandb.problem, "training goes on, and metrics.jsonl has everything")
+
+    def sample(self, prompt: str, text: str) -> None:
+        """Shows and keeps text that the trained model wrote after `prompt`."""
+        self.extra["sample"] = {"prompt": prompt, "text": text}
+        self.console.close()
+        self.console.block("The model writes:", [])
+        self.console.print("\n".join("  | " + line for line in (prompt + text).splitlines()))
+
+    def verdict(self, sentence: str) -> None:
+        """Shows and keeps what the expected loss says about this run."""
+        self.extra["verdict"] = sentence
+        self.console.close()
+        self.console.print(f"\n{sentence}")
+
+    def finish(self, status: str = "ok", cause: str | None = None) -> None:
+        """Closes everything and shows how the run ended; a second call does nothing.
+
+        `ok` becomes `nan` when the last loss is not finite.
+        """
+        if self.finished:
+            return
+        self.finished = True
+        if status == "ok" and self.summary.diverged:
+            status = "nan"
+            cause = f"the loss is not finite since step {self.summary.first_nonfinite_step}"
+        self.console.close()
+        self.history.close()
+        summary = self.summary.fields()
+        outcome = {"status": status, "cause": cause} | summary | self.facts | self.extra | {"ended": result.now()}
+        page = None
+        try:
+            result.write(self.run_dir, **outcome)
+            page = report.write(self.run_dir)
+        except OSError as error:
+            self._say_once(f"{self.run_dir} cannot be written to: {error.strerror}", "result.json or report is missing")
+        self._say_once(self.history.problem, "the last steps are missing there")
+        self.wandb.finish(status, {"status": status, "cause": cause} | summary)
+        self._show_end(outcome, page)
+
+    def last_words(self, signum: int) -> None:
+        """Closes as interrupted when the main thread cannot react to a signal (parallel.rank_process.last_words)."""
+        self.finish("interrupted", f"stopped by signal {signum} inside a call that did not return")
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.finish(*outcome_of(error))
+
+    def _say_once(self, problem: str | None, consequence: str) -> None:
+        if problem and problem not in self._said:
+            self._said.add(problem)
+            self.console.print(f"{problem}; {consequence}.")
+
+    def _show_start(self) -> None:
+        cfg, peak = self.frozen.cfg, self.given.get("peak")
+        tokens = cfg.train.global_batch * cfg.train.seq_len
+        rows = [
+            ("parameters", f"{self.given['parameters']:,}"),
+            ("ranks", self.given["rank_map"]),
+            ("device", self.given["device"]),
+            ("peak", f"{peak['tflops']:.3g} TFLOP/s ({peak['source']})" if peak else "unknown, so no MFU is given"),
+            ("length", f"{cfg.train.steps:,} steps of {tokens:,} tokens"),
+        ]
+        if data := self.given.get("data"):
+            amount = f", {data['tokens']:,} tokens ({data['fingerprint']})" if "tokens" in data else ""
+            rows.append(("data", data["source"] + amount))
+        rows += self.given.get("notes", {}).items()
+        rows += [
+            ("W&B", f"{self.wandb.mode} ({self.wandb.reason})" + (f"\n{self.wandb.url}" if self.wandb.url else "")),
+            ("folder", short(self.run_dir)),
+            ("repeat with", self.given["run_command"]),
+        ]
+        self.console.block(" · ".join(f"{group}={choice}" for group, choice in self.frozen.choices.items()), rows)
+        self.console.print("")
+
+    def _show_end(self, outcome: dict, page: Path | None) -> None:
+        took = f"{outcome['steps']:,} steps, {outcome['tokens']:,} tokens, {duration(time.monotonic() - self.began)}"
+        rows = []
+        if outcome["val_loss_start"] is not None:
+            start, final, best = (outcome[f"val_loss_{which}"] for which in ("start", "final", "best"))
+            rows.append(("val loss", f"{start:.4f} at the start, {final:.4f} at the end, {best:.4f} at best"))
+        if outcome["tokens_per_s"] is not None:
+            mfu = f", MFU {outcome['mfu']:.0%} of {self.console.peak}" if outcome["mfu"] is not None else ""
+            rows.append(("speed", f"{outcome['tokens_per_s']:,.0f} tokens/s{mfu}"))
+        rows.append(("result", short(self.run_dir / result.FILE)))
+        if self.wandb.folder:
+            folder = short(self.wandb.folder)
+            rows.append(("W&B", f"wandb leet {folder}\n" + (self.wandb.url or f"wandb sync {folder}")))
+        rows.append(("try next", "\n".join(TRY_NEXT)))
+        cause = f": {outcome['cause']}" if outcome["cause"] else ""
+        self.console.block(f"{outcome['status']} after {took}{cause}", rows)
+        if page:
+            self.console.print(f"\nReport page, to open in a browser:\n{short(page)}")
+
+
+def outcome_of(error: BaseException | None) -> tuple[str, str | None]:
+    """Status and cause that an exception (or none) gives a run."""
+    if error is None:
+        return "ok", None
+    words = str(error).strip().splitlines()
+    cause = type(error).__name__ + (f": {words[0]}" if words else "")
+    if not isinstance(error, Exception):
+        return "interrupted", words[0] if words else cause
+    text = str(error).lower()
+    # PyTorch's allocator on CPU raises a plain RuntimeError.
+    out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if out_of_memory or "out of memory" in text or "can't allocate memory" in text:
+        return "oom", cause
+    return "failed", cause
