@@ -106,6 +106,7 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
     """
     codes: list[int] = []
     refusals: list[Refused] = []
+    started: list[Path] = []
 
     @hydra.main(version_base=None, config_path=str(overrides.CONF), config_name="config")
     def point(cfg: DictConfig) -> None:
@@ -122,6 +123,7 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
         for note in rules.notes(resolved, rules.visible_gpus()):
             print(f"note: {note}")
         frozen = freeze(resolved, run_dir, _choices(hydra_cfg), list(hydra_cfg.overrides.task))
+        started.append(run_dir)
         codes.append(run(run_dir, frozen))
 
     # Hydra's parser takes flags before overrides only.
@@ -139,6 +141,10 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
         return tell(refusal.sentences)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         return tell([_sentence(error)])
+    except OSError as error:
+        if started:
+            raise
+        return tell([f"the run folder cannot be made: {error}; name another with hydra.run.dir or hydra.sweep.dir."])
     except KeyboardInterrupt:
         return 130
     finally:

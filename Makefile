@@ -1,0 +1,50 @@
+# Every target that needs Python sets up .venv first, and finds it again in no time until the lists of packages change.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PY := .venv/bin/python
+READY := .venv/.ready
+ARGS ?=
+
+.PHONY: help train test test-all lint clean rebuild
+
+help:
+	@echo "make train      train a small GPT on real text on this machine (ARGS=\"parallel=tp2 ...\" to choose)"
+	@echo "make test       run the tests, without the slow ones"
+	@echo "make test-all   run all tests"
+	@echo "make lint       check style"
+	@echo "make clean      remove caches; runs/ and .venv stay"
+
+train: $(READY)
+	@$(PY) train.py $(ARGS)
+
+test: $(READY)
+	@echo "Testing (make test-all adds the slow tests)."
+	@$(PY) -m pytest -q -m "not slow" $(ARGS)
+
+test-all: $(READY)
+	@echo "Testing, slow tests included."
+	@$(PY) -m pytest -q $(ARGS)
+
+lint: $(READY)
+	@$(PY) -m ruff check .
+
+clean:
+	@rm -rf .pytest_cache .ruff_cache build *.egg-info
+	@find . -path ./.venv -prune -o -path ./runs -prune -o -name __pycache__ -type d -print | xargs rm -rf
+	@echo "Removed caches; runs/ and .venv are as they were."
+
+# A moved or half-made .venv has no working Python in it: make it again.
+ifeq ($(wildcard $(PY)),)
+$(READY): rebuild
+endif
+
+$(READY): pyproject.toml constraints.txt .python-version
+	@if ! $(PY) -c "import pip" 2>/dev/null; then \
+	    python=$$(bash .ci/find-python) || exit 1; \
+	    echo "Making .venv with $$python."; \
+	    rm -rf .venv && "$$python" -m venv .venv || exit 1; \
+	fi
+	@echo "Installing the packages of pyproject.toml into .venv; the first time downloads PyTorch and takes minutes."
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+	@echo "Ready: .venv is up to date."
