@@ -1,17 +1,147 @@
-"""Train one point, or every point of a sweep: python train.py [-m] [group=option ...] [key=value ...]."""
+"""Train one point, or every point of a sweep: python train.py [-m] [group=option ...] [key=value ...].
 
+The process a person starts composes, checks and freezes the configuration, without importing torch, and starts this
+file once for each rank. `rank` below is what each of them does, from top to bottom.
+"""
+
+import math
+import os
 import sys
+import time
+from pathlib import Path
 
+from parallel import rank_process
+from parallel.attach import attach, attached
 from parallel.compose import command_line
+from parallel.frozen import load
 
 
-def start(run_dir, frozen) -> int:
+def start(run_dir: Path, frozen) -> int:
     """Start the ranks of one point and wait for them; the exit code."""
-    from parallel.launch import run
+    from parallel import launch
 
-    run(run_dir, frozen)
+    try:
+        launch.run(run_dir, frozen)
+    except launch.JobFailed as failure:
+        print(f"\n{failure.status}: {failure}", file=sys.stderr)
+        return 1
     return 0
 
 
+def rank(run_dir: Path) -> None:
+    """Train as one rank of the run in `run_dir`, which holds the frozen configuration."""
+    from parallel.heartbeat import Heartbeat
+
+    frozen = load(run_dir)
+    cfg, number = frozen.cfg, int(os.environ["RANK"])
+    heartbeat = Heartbeat(run_dir, number)
+    heartbeat.beat("import")
+    from parallel import quiet
+
+    quiet.megatron()
+    from data.batches import Batches
+    from data.batches import load as load_corpus
+    from models import attention, expected, flops, loss
+    from models.sample import sample
+    from optim import build, clip
+    from parallel import facts, groups, wrap
+    from precision import peak, setup
+    from tracking.metrics import Meter
+
+    # Device and process groups, model, data parallelism, optimizer, data.
+    heartbeat.beat("process groups")
+    device = groups.start(cfg)
+    setup.apply(cfg)
+    attention_note = attention.install(cfg.model.attention)
+    heartbeat.beat("model")
+    chunks = wrap.model_chunks(cfg, device)
+    optimizer = build.optimizer(cfg, chunks)
+    schedule = build.schedule(cfg, optimizer)
+    wrap.connect(chunks, optimizer, cfg)
+    corpus = load_corpus(cfg)
+    dp_rank, dp_size = facts.data_rank()
+    batches = Batches(corpus.train, cfg.train, dp_rank, dp_size, cfg.train.seed)
+    held_out = Batches(corpus.val, cfg.train, dp_rank, dp_size, None)
+    evaluations = max(1, min(cfg.train.eval_sequences, len(corpus.val)) // cfg.train.global_batch)
+
+    # What is known before the first step.
+    best = peak.dense_peak(cfg)
+    tokens_per_step = cfg.train.global_batch * cfg.train.seq_len
+    flops_per_token = flops.per_token(cfg.model, cfg.train.seq_len, cfg.train.flop_rule)
+    meter = Meter(cfg, frozen.world_size, flops_per_token, best and best["tflops"])
+    known = {
+        "parameters": flops.parameters(cfg.model),
+        "device": f"{frozen.world_size} × {peak.device_name()}",
+        "peak": best,
+        "rank_map": facts.rank_map(cfg),
+        "run_command": " ".join(["python train.py", *frozen.overrides]),
+        "data": corpus.facts,
+        "notes": {"memory": facts.memory_note(cfg, chunks), "attention": attention_note, **setup.notes(cfg)},
+    }
+    heartbeat.beat("check")
+    check = expected.check(cfg, chunks, dp_rank, dp_size)
+
+    with facts.tracker(frozen, run_dir, known) as tracker:
+        rank_process.last_words(tracker.last_words)
+        if check:
+            tracker.verdict(check)
+        heartbeat.beat("evaluation")
+        tracker.log(0, {"val/loss": loss.evaluate(chunks, held_out, evaluations, cfg.train)})
+
+        for step in range(1, cfg.train.steps + 1):
+            heartbeat.beat(f"step {step}")
+            began = time.perf_counter()
+            micro_batches = batches.step(step - 1)
+            waited = time.perf_counter() - began
+
+            schedule.step(1)
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            scale = optimizer.get_loss_scale().item()
+            train_loss = loss.run(chunks, micro_batches, cfg.train, backward=True)
+            if not math.isfinite(train_loss):
+                raise FloatingPointError(f"the loss is {train_loss} in step {step}, before the update")
+            update = clip.step(optimizer, cfg.clip)
+
+            raw = dict(
+                step=step,
+                tokens=step * tokens_per_step,
+                loss=train_loss,
+                lr=optimizer.param_groups[0]["lr"],
+                grad_norm=update.grad_norm,
+                clip_coef=update.clip_coef,
+                clipped=update.clip_coef < 1.0,
+                loss_scale=scale,
+                skipped=update.skipped,
+                step_s=time.perf_counter() - began,
+                data_wait_s=waited,
+                peak_gib=facts.peak_gib(),
+            )
+            tracker.log(step, meter.step(raw))
+            if step % cfg.train.eval_every == 0 or step == cfg.train.steps:
+                heartbeat.beat(f"evaluation after step {step}")
+                tracker.log(step, {"val/loss": loss.evaluate(chunks, held_out, evaluations, cfg.train)})
+
+        if cfg.train.sample_length:
+            heartbeat.beat("sample")
+            prompt = cfg.train.sample_prompt
+            text = sample(chunks, corpus.tokenizer, prompt, cfg.train.sample_length, cfg.train.seq_len, cfg.train.seed)
+            tracker.sample(prompt, text)
+    batches.close()
+    held_out.close()
+    groups.stop()
+
+
+def attached_rank(argv: list[str]) -> None:
+    """Train as one of the ranks that torchrun or SLURM started."""
+    rank(attach(argv))
+
+
 if __name__ == "__main__":
-    sys.exit(command_line(start, sys.argv[1:]))
+    if sys.argv[1:2] == ["--rank"]:
+        rank_process.run(rank, Path(sys.argv[2]))
+    elif attached():
+        rank_process.run(attached_rank, sys.argv[1:])
+    else:
+        sys.exit(command_line(start, sys.argv[1:]))

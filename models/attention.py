@@ -16,13 +16,13 @@ def choose(kind: Attention) -> tuple[Attention, str]:
         RuntimeError: if flash_attn is asked for where it cannot run.
     """
     if kind not in (Attention.auto, Attention.flash_attn):
-        return kind, f"model.attention={kind.value}"
+        return kind, "as asked for"
     missing = _flash_attn_missing()
     if kind is Attention.flash_attn and missing:
         raise RuntimeError(f"model.attention=flash_attn cannot be used: {missing}; use model.attention=sdpa.")
     if missing:
-        return Attention.sdpa, f"PyTorch's scaled_dot_product_attention, because {missing}"
-    return Attention.flash_attn, "flash-attn, because the package and a GPU are there"
+        return Attention.sdpa, f"PyTorch's own kernels, because {missing}"
+    return Attention.flash_attn, "the package and a GPU are there"
 
 
 def _flash_attn_missing() -> str | None:
@@ -33,6 +33,12 @@ def _flash_attn_missing() -> str | None:
     except ImportError:
         return "the package flash-attn is not installed"
     return None
+
+
+def install(kind: Attention) -> str:
+    """Choose the kernel for every model that this process builds; returns the choice and its reason in words."""
+    CoreAttention.kind, reason = choose(kind)
+    return f"{CoreAttention.kind.value} ({reason})"
 
 
 class CoreAttention(torch.nn.Module):

@@ -59,7 +59,8 @@ def transformer_config(cfg: Config):
         virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
         context_parallel_size=p.cp,
         sequence_parallel=p.sequence_parallel,
-        deallocate_pipeline_outputs=p.pp > 1,
+        # Megatron-FSDP's hooks hand out a view of a stage's output, which must not be freed.
+        deallocate_pipeline_outputs=p.pp > 1 and p.zero < 2,
         # With two stages the next one is also the previous one, and batched sends of activations and gradients would
         # be received in each other's place; the unbatched order is safe. The interleaved schedule sends both ways.
         overlap_p2p_comm=p.vpp > 1,

@@ -1,0 +1,23 @@
+"""What the ranks that do not log use in place of the tracker."""
+
+
+class Silent:
+    """Takes everything a Tracker takes and does nothing with it."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Nothing."""
+
+    def sample(self, prompt: str, text: str) -> None:
+        """Nothing."""
+
+    def verdict(self, sentence: str) -> None:
+        """Nothing."""
+
+    def last_words(self, signum: int) -> None:
+        """Nothing."""
