@@ -7,6 +7,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 MODES = ("online", "offline", "disabled")
+# The hosted server under its present and its earlier name; a key stored for either is good for both.
+CLOUD = ("api.forge.coreweave.com", "api.wandb.ai")
 
 
 class TrackingError(Exception):
@@ -42,8 +44,8 @@ def server() -> str:
     try:
         settings.read(Path(folder).expanduser() / "settings")
     except configparser.Error:
-        return "https://api.wandb.ai"  # W&B itself will say that its settings file is damaged
-    stored = settings.get("default", "base_url", fallback="https://api.wandb.ai")
+        return f"https://{CLOUD[0]}"  # W&B itself will say that its settings file is damaged
+    stored = settings.get("default", "base_url", fallback=f"https://{CLOUD[0]}")
     return os.environ.get("WANDB_BASE_URL", stored)
 
 
@@ -52,13 +54,15 @@ def key() -> str | None:
     for variable in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         if os.environ.get(variable):
             return variable
+    host = urlsplit(server()).netloc
+    hosts = CLOUD if host in CLOUD else (host,)
     candidates = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
     for file in (Path(name).expanduser() for name in candidates):
         try:
-            entry = netrc.netrc(file).hosts.get(urlsplit(server()).netloc)
+            entries = netrc.netrc(file).hosts
         except FileNotFoundError:
             continue
         except (netrc.NetrcParseError, OSError):
             return None
-        return str(file) if entry and entry[2] else None
+        return str(file) if any(host in entries and entries[host][2] for host in hosts) else None
     return None

@@ -12,15 +12,15 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 MOST_POINTS = 1500
 
 
-def chart(title: str, x: list[float], series: list[dict], x_label: str = "tokens", log: bool = False) -> dict:
+def chart(title: str, x: list[float], series: list[dict], log: bool = False, from_zero: bool = False) -> dict:
     """A line chart. A series is {"label", "values"} with as many values as `x`, None or NaN for a gap.
 
     Optional in a series: "emphasis" (thick, with points), "dash", "color" (0 to 4). Long series are thinned out so that
-    every extreme of the first one stays.
+    every extreme of the first one stays. `x` are tokens.
     """
     keep = _thin([s["values"] for s in series])
     thinned = [s | {"values": [_rounded(s["values"][i]) for i in keep]} for s in series]
-    return {"title": title, "x": [x[i] for i in keep], "series": thinned, "x_label": x_label, "log": log}
+    return {"title": title, "x": [x[i] for i in keep], "series": thinned, "log": log, "from_zero": from_zero}
 
 
 def figures(items: list[tuple[str, str, str]]) -> str:

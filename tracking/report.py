@@ -1,6 +1,7 @@
 """The report page of one run: python -m tracking.report RUN_DIR."""
 
 import sys
+from html import escape
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -34,7 +35,7 @@ def html(run_dir: Path) -> str:
     found = {"status": "unfinished"} | summary.fields() | result.load(run_dir, result.FACTS_FILE) | result.load(run_dir)
     frozen = run_dir / "resolved.yaml"
     config = OmegaConf.to_container(OmegaConf.load(frozen)) if frozen.exists() else {}
-    title = " · ".join(found.get("choices", {}).values()) or run_dir.name
+    title = " · ".join(result.named(found.get("choices", {}))) or run_dir.name
     return page.document(title, _head(title, found, run_dir), charts(steps, config), _rest(found, config))
 
 
@@ -66,17 +67,17 @@ def charts(steps: dict[int, dict[str, float]], config: dict) -> list[dict]:
             continue
         # Norms and loss scales run over orders of magnitude; a linear axis would show their largest value only.
         log = title in ("Gradient norm before clipping", "Loss scale") and max(values) > 30 * min(values)
-        found.append(page.chart(title, tokens, lines, log=log))
+        found.append(page.chart(title, tokens, lines, log=log, from_zero=title == "Tokens per second"))
     return found
 
 
 def _head(title: str, found: dict, run_dir: Path) -> str:
     status = found["status"]
     said = [found.get("cause"), found.get("verdict")]
-    lines = "".join(f"<p>{page.escape(sentence)}</p>" for sentence in said if sentence)
+    lines = "".join(f"<p>{escape(sentence)}</p>" for sentence in said if sentence)
     return (
-        f'<h1>{page.escape(title)}<span class="status {status}">{status}</span></h1>'
-        f'<p class="soft">{page.escape(short(run_dir))} · {page.escape(str(found.get("started", "")))}</p>{lines}'
+        f'<h1>{escape(title)}<span class="status {status}">{status}</span></h1>'
+        f'<p class="soft">{escape(short(run_dir))} · {escape(str(found.get("started", "")))}</p>{lines}'
         + page.figures(list(_figures(found)))
     )
 
@@ -110,22 +111,22 @@ def _rest(found: dict, config: dict) -> str:
     parts = []
     if sample := found.get("sample"):
         parts.append(page.card("The model writes", page.text(sample["prompt"] + sample["text"])))
-    data = found.get("data") or {}
     about = {
         "Repeat with": found.get("run_command"),
         "Parameters": found.get("parameters") and f"{found['parameters']:,}",
         "Ranks": found.get("rank_map"),
         "Device": found.get("device"),
-        "Data": ", ".join(f"{name} {value}" for name, value in data.items()) or None,
+        "Data": found.get("data") and result.data_in_words(found["data"]),
         "Versions": ", ".join(f"{name} {version}" for name, version in found.get("versions", {}).items() if version)
         or None,
         "Commit": found.get("git_commit"),
         "Configuration hash": found.get("config_hash"),
-        "Started, ended": f"{found.get('started')}, {found.get('ended')}",
+        "Started": found.get("started"),
+        "Ended": found.get("ended"),
     }
     parts.append(page.card("About this run", page.table(about)))
     groups = "".join(
-        f"<div><b>{page.escape(name)}</b>{page.table(values)}</div>"
+        f"<div><b>{escape(name)}</b>{page.table(values)}</div>"
         for name, values in config.items()
         if isinstance(values, dict)
     )

@@ -8,6 +8,7 @@
     peak_gib, clip_fraction, skipped_steps, first_nonfinite_step
     world_size, parameters, device, versions, git_commit, config_hash, choices, overrides, run_command
     started, ended    UTC, ISO 8601
+    data, rank_map    what was trained on; which rank did what
     sample, verdict   generated text; what the run's expectation says about its loss
 
 What a run cannot know is null. The file appears complete or not at all.
@@ -24,6 +25,8 @@ from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 
+from parallel import frozen
+from tracking.history import FILE as HISTORY_FILE
 from tracking.history import read
 from tracking.metrics import finite
 
@@ -32,6 +35,8 @@ FILE = "result.json"
 FACTS_FILE = "facts.json"
 STATUSES = ("ok", "nan", "oom", "timeout", "failed", "interrupted")
 ROOT = Path(__file__).resolve().parent.parent
+# The choices that tell runs apart at a glance.
+NAMED = ("model", "parallel", "precision", "optimizer", "clip")
 
 
 class Summary:
@@ -83,11 +88,17 @@ class Summary:
         }
 
 
-def facts(frozen, given: dict) -> dict:
+def named(choices: dict[str, str]) -> list[str]:
+    """What a run is called by: ["tiny", "tp2", "bf16", "adamw", "clip 1.0"]."""
+    found = [(group, choices[group]) for group in NAMED if choices.get(group)]
+    return [f"clip {choice}" if group == "clip" else choice for group, choice in found]
+
+
+def facts(point: frozen.Frozen, given: dict) -> dict:
     """What is known before the first step, for result.json: `given` (see tracking.tracker) and the run's identity."""
     peak = given.get("peak") or {}
     return {
-        "world_size": frozen.world_size,
+        "world_size": point.world_size,
         "parameters": given.get("parameters"),
         "device": given.get("device"),
         "peak_tflops": peak.get("tflops"),
@@ -96,12 +107,20 @@ def facts(frozen, given: dict) -> dict:
         "rank_map": given.get("rank_map"),
         "versions": versions() | given.get("versions", {}),
         "git_commit": git_commit(),
-        "config_hash": frozen.config_hash,
-        "choices": frozen.choices,
-        "overrides": frozen.overrides,
+        "config_hash": point.config_hash,
+        "choices": point.choices,
+        "overrides": point.overrides,
         "run_command": given.get("run_command"),
         "started": now(),
     }
+
+
+def data_in_words(data: dict) -> str:
+    """data.batches.Corpus.facts as one line."""
+    if "tokens" not in data:
+        return data["source"]
+    held_out = f"{data['val_tokens']:,} held out"
+    return f"{data['source']}: {data['tokens']:,} tokens, {held_out} (fingerprint {data['fingerprint']})"
 
 
 def write(run_dir: str | Path, name: str = FILE, **fields) -> None:
@@ -118,6 +137,12 @@ def write(run_dir: str | Path, name: str = FILE, **fields) -> None:
     except OSError:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def clear(run_dir: str | Path) -> None:
+    """Takes away what an earlier run left in the same folder, so that nothing of it is mistaken for this run's."""
+    for name in (FILE, FACTS_FILE, HISTORY_FILE, "report.html"):
+        (Path(run_dir) / name).unlink(missing_ok=True)
 
 
 def load(run_dir: str | Path, name: str = FILE) -> dict:
@@ -137,6 +162,7 @@ def complete(run_dir: str | Path, status: str, cause: str) -> None:
     The first cause wins over what the logging rank noticed (being stopped, a peer that was gone). What it noticed
     about itself stays: running out of memory, a loss that is not finite.
     """
+    run_dir = Path(run_dir)
     fields = load(run_dir)
     if fields.get("status") in ("oom", "nan") and status == "failed":
         return
@@ -144,7 +170,11 @@ def complete(run_dir: str | Path, status: str, cause: str) -> None:
         summary = Summary()
         for line in read(run_dir):
             summary.add(int(line.pop("step")), line)
-        fields = summary.fields() | load(run_dir, FACTS_FILE)
+        # Without the file of facts no rank came as far as its first step, and the configuration is all there is.
+        known = load(run_dir, FACTS_FILE)
+        if not known and (run_dir / "resolved.yaml").exists():
+            known = facts(frozen.load(run_dir), {}) | {"started": None}
+        fields = summary.fields() | known
     write(run_dir, **{"status": status, "cause": cause} | fields | {"status": status, "cause": cause, "ended": now()})
 
 

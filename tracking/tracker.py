@@ -46,6 +46,7 @@ class Tracker:
         self.began = time.monotonic()
         self.facts = result.facts(self.frozen, self.given)
         try:
+            result.clear(self.run_dir)
             self.history = History(self.run_dir)
             result.write(self.run_dir, result.FACTS_FILE, **self.facts)
         except OSError as error:
@@ -131,15 +132,14 @@ class Tracker:
             ("length", f"{cfg.train.steps:,} steps of {tokens:,} tokens"),
         ]
         if data := self.given.get("data"):
-            amount = f", {data['tokens']:,} tokens ({data['fingerprint']})" if "tokens" in data else ""
-            rows.append(("data", data["source"] + amount))
+            rows.append(("data", result.data_in_words(data)))
         rows += self.given.get("notes", {}).items()
         rows += [
             ("W&B", f"{self.wandb.mode} ({self.wandb.reason})" + (f"\n{self.wandb.url}" if self.wandb.url else "")),
             ("folder", short(self.run_dir)),
             ("repeat with", self.given["run_command"]),
         ]
-        self.console.block(" · ".join(f"{group}={choice}" for group, choice in self.frozen.choices.items()), rows)
+        self.console.block(" · ".join(result.named(self.frozen.choices)), rows)
         self.console.print("")
 
     def _show_end(self, outcome: dict, page: Path | None) -> None:

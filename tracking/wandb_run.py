@@ -15,14 +15,12 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from tracking.mode import TrackingError, decide, server
-from tracking.result import plain
+from tracking.result import NAMED, named, plain
 
 HAND_OVER_S = 0.5
 FLUSH_S = 0.5
 INIT_TIMEOUT_S = 20
 FINISH_TIMEOUT_S = 60
-# The choices that tell the points of a sweep apart at a glance.
-NAMED = ("model", "parallel", "precision", "optimizer", "clip")
 
 
 def sweep_of(run_dir: Path) -> Path | None:
@@ -43,13 +41,12 @@ def identity(run_dir: Path, choices: dict[str, str]) -> dict:
     unique = re.sub(r"[^\w.-]", "-", unique)
     if len(unique) > 128:  # W&B's limit
         unique = unique[:115] + "-" + hashlib.sha256(unique.encode()).hexdigest()[:12]
-    named = [(group, choices[group]) for group in NAMED if choices.get(group)]
     return {
         "id": unique,
-        "name": "-".join(f"clip{choice}" if group == "clip" else choice for group, choice in named) or run_dir.name,
+        "name": "-".join(named(choices)).replace(" ", "") or run_dir.name,
         "group": sweep.name if sweep else None,
         "job_type": "train",
-        "tags": [f"{group}={choice}"[:64] for group, choice in named],
+        "tags": [f"{group}={choices[group]}"[:64] for group in NAMED if choices.get(group)],
         "dir": str(sweep or run_dir),
     }
 
@@ -67,8 +64,9 @@ class WandbRun:
         self._run, self._waiting = None, deque()
         if self.mode == "disabled":
             return
-        # Error reports to W&B's makers need a network and the user's consent.
+        # Error reports to W&B's makers need a network and the user's consent; what W&B says is said here, in its place.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        os.environ.setdefault("WANDB_SILENT", "true")
         try:
             import wandb
         except ImportError as error:
@@ -76,18 +74,14 @@ class WandbRun:
                 raise TrackingError(f"tracking.mode={asked} needs wandb, which cannot be imported: {error}") from error
             self.mode, self.reason = "disabled", f"wandb cannot be imported: {error}"
             return
-        config = plain({name: vars(group) for name, group in vars(frozen.cfg).items()}) | {"facts": plain(facts)}
+        about = {name: value for name, value in facts.items() if name != "choices"}
+        config = {name: vars(group) for name, group in vars(frozen.cfg).items()}
+        config = plain(config | {"choices": frozen.choices, "facts": about})
         fields = {"project": frozen.cfg.tracking.project, "config": config, **identity(run_dir, frozen.choices)}
         try:
-            self._run = wandb.init(mode=self.mode, settings=_settings(wandb), **fields)
-        except wandb.errors.Error as error:
-            why = f"W&B at {server()} does not take the run: {str(error).splitlines()[0]}"
-            if asked != "auto":
-                raise TrackingError(f"{why}; tracking.mode=offline works without it.") from error
-            self.mode, self.reason = "offline", why
-            self._run = wandb.init(mode="offline", settings=_settings(wandb), **fields)
-        except OSError as error:
-            raise TrackingError(f"W&B cannot write to {fields['dir']}: {error.strerror or error}") from error
+            self._start(wandb, asked, fields)
+        except (wandb.errors.Error, OSError) as error:
+            raise TrackingError(f"W&B cannot start ({_line(error)}); tracking.mode=disabled does without.") from error
         self.folder, self.url = Path(self._run.dir).parent, self._run.url if self.mode == "online" else None
         self._run.define_metric("tokens", hidden=True)
         for prefix in ("train", "val", "grad", "amp", "perf", "mem", "time"):
@@ -96,19 +90,30 @@ class WandbRun:
         self._thread = threading.Thread(target=self._hand_over_often, name="wandb", daemon=True)
         self._thread.start()
 
+    def _start(self, wandb, asked: str, fields: dict) -> None:
+        """Starts W&B; when `auto` has chosen online and the server does not take the run, offline after all."""
+        try:
+            self._run = wandb.init(mode=self.mode, settings=_settings(wandb), **fields)
+        except wandb.errors.CommError as error:
+            if asked != "auto":
+                raise
+            self.mode, self.reason = "offline", f"W&B at {server()} does not take the run: {_line(error)}"
+            wandb.teardown()  # its process still holds the id of the run that failed
+            self._run = wandb.init(mode="offline", settings=_settings(wandb), **fields)
+
     def log(self, metrics: dict[str, float]) -> None:
         """Takes the metrics of a step or an evaluation; W&B has them at most HAND_OVER_S later."""
         if self._run is not None and self.problem is None:
             self._waiting.append(metrics)
 
     def finish(self, status: str, summary: dict) -> None:
-        """Closes the run with `summary` as its summary; every status but ok makes it a failed one."""
+        """Closes the run with `summary` under result/ in its own summary; every status but ok makes it a failed one."""
         if self._run is None:
             return
         self._closing.set()
         self._thread.join()
         if self.problem is None:
-            self._run.summary.update({name: value for name, value in summary.items() if value is not None})
+            self._run.summary.update({f"result/{name}": value for name, value in summary.items() if value is not None})
             self._run.finish(exit_code=0 if status == "ok" else 1)
         self._run = None
 
@@ -126,12 +131,15 @@ class WandbRun:
             self._run.log(self._waiting.popleft())
 
 
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def _settings(wandb):
-    """Silent (what matters is printed here), never asking, and soon on disk."""
+    """On disk soon, and no endless waiting for a server; the output of ranks is in the run's folder, not here."""
     wanted = {
-        "silent": True,
         "console": "off",
-        "init_timeout": INIT_TIMEOUT_S,
+        "init_timeout": float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_TIMEOUT_S)),
         "finish_timeout": FINISH_TIMEOUT_S,
         "x_transaction_log_flush_interval": FLUSH_S,
     }

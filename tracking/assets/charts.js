@@ -5,9 +5,11 @@ const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFracti
 const number = (v) => (v == null ? "–" : v !== 0 && (Math.abs(v) < 1e-3 || Math.abs(v) >= 1e6) ? v.toExponential(2)
   : Math.abs(v) >= 100 ? v.toLocaleString("en", { maximumFractionDigits: 0 }) : String(+v.toPrecision(4)));
 
+const decades = (_, ticks) => ticks.map((v) => (Math.abs(Math.log10(v) - Math.round(Math.log10(v))) < 1e-9 ? v : null));
+
 function draw(chart, element) {
   const axis = (values) => ({
-    stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false },
+    stroke: color("--soft"), grid: { stroke: color("--line"), width: 1, filter: chart.log ? decades : undefined }, ticks: { show: false },
     font: "12px system-ui, sans-serif", values: (_, ticks) => ticks.map((v) => (v == null ? "" : values(v))),
   });
   const tick = (v) => (v !== 0 && Math.abs(v) < 1e-3 ? v.toExponential(0) : Math.abs(v) >= 1e4 ? compact.format(v) : String(+v.toPrecision(4)));
@@ -17,9 +19,10 @@ function draw(chart, element) {
   }));
   return new uPlot({
     width: element.clientWidth, height: 260, cursor: { sync: { key: "page" } },
-    scales: { x: { time: false }, y: chart.log ? { distr: 3 } : {} },
-    axes: [axis((v) => compact.format(v)), { ...axis(tick), size: 62 }],
-    series: [{ label: chart.x_label, value: (_, v) => (v == null ? "–" : v.toLocaleString("en")) }, ...series],
+    scales: { x: { time: false }, y: chart.log ? { distr: 3 } : chart.from_zero ? { range: (_, low, high) => [0, high * 1.05] } : {} },
+    axes: [{ ...axis((v) => compact.format(v)), size: 32 }, { ...axis(tick), size: 56 }],
+    padding: [8, 12, 0, 0],
+    series: [{ label: "tokens", value: (_, v) => (v == null ? "–" : v.toLocaleString("en")) }, ...series],
   }, [chart.x, ...chart.series.map((s) => s.values)], element);
 }
 
