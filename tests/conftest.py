@@ -1,0 +1,42 @@
+"""What the tests share: the program as a user starts it, in a folder of its own, with and without GPUs in sight."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def plain_env() -> dict[str, str]:
+    """The environment without what a developer's shell adds: no W&B account, no GPU, no launcher's variables."""
+    unwanted = ("WANDB_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "TORCHELASTIC_", "HYDRA_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
+    return env | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture
+def train(tmp_path: Path, plain_env: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`train("parallel=tp2", timeout=60)` runs train.py to its end, with runs/ in the test's own folder."""
+
+    def run(*words: str, timeout: float = 60, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(REPO / "train.py"), *words]
+        env = plain_env | (env or {})
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=timeout)
+
+    return run
+
+
+@pytest.fixture
+def eight_gpus(tmp_path: Path, plain_env: dict[str, str]) -> dict[str, str]:
+    """An environment whose nvidia-smi lists eight GPUs."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    lines = "".join(f"echo 'GPU {n}: NVIDIA H100 80GB HBM3 (UUID: GPU-{n})'\n" for n in range(8))
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{lines}")
+    (folder / "nvidia-smi").chmod(0o755)
+    return {"PATH": f"{folder}{os.pathsep}{plain_env['PATH']}", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
