@@ -36,6 +36,8 @@ __all__ = [
 
 NUMBER = re.compile(r"(?<![\w.'\"+-])[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?(?![\w.'\"])")
 REFUSED = 2
+# Hydra 1.3 complains when version_base is left out, Hydra 1.4 when it is given; both mean the current behaviour here.
+CURRENT = {} if [int(part) for part in hydra.__version__.split(".")[:2]] >= [1, 4] else {"version_base": None}
 
 ConfigStore.instance().store(name="schema", node=Config)
 
@@ -87,7 +89,7 @@ def compose(argv: list[str]) -> tuple[DictConfig, dict[str, str], list[str], Pat
     argv = quote_choices(argv)
     _refuse(overrides.problems(argv, multirun=False))
     try:
-        with hydra.initialize_config_dir(str(overrides.CONF), version_base=None, job_name="train"):
+        with hydra.initialize_config_dir(str(overrides.CONF), job_name="train", **CURRENT):
             full = hydra.compose("config", overrides=argv, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise Refused([_sentence(error)]) from None
@@ -108,7 +110,7 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
     refusals: list[Refused] = []
     started: list[Path] = []
 
-    @hydra.main(version_base=None, config_path=str(overrides.CONF), config_name="config")
+    @hydra.main(**CURRENT, config_path=str(overrides.CONF), config_name="config")
     def point(cfg: DictConfig) -> None:
         hydra_cfg = HydraConfig.get()
         run_dir = Path(hydra_cfg.runtime.output_dir)

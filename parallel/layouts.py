@@ -3,7 +3,7 @@
 import math
 import re
 
-from parallel.resolve import micro_batch_unit, model_ranks, padded_vocab, whole, world_size
+from parallel.resolve import largest_dp, micro_batch_unit, model_ranks, padded_vocab, whole, world_size
 
 SET_BY_LAUNCHER = re.compile(r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*)$")
 
@@ -46,6 +46,16 @@ def shape_problems(cfg) -> list[str]:
                 f"train.seq_len={seq_len} is not divisible by 2 · parallel.cp={2 * cp}: "
                 f"take {near('train.seq_len', seq_len, multiples(seq_len, 2 * cp))}."
             )
+    if m.tie_embeddings and pp > 1 and p.zero >= 2:
+        found.append(
+            f"model.tie_embeddings shares a matrix between the first and the last of parallel.pp={pp} stages, and "
+            f"ZeRO-{p.zero} cannot add up its gradients: take parallel.zero=1 or model.tie_embeddings=false."
+        )
+    if p.bucket_mb is not None and not p.overlap and p.zero <= 1:
+        found.append(
+            f"parallel.bucket_mb={p.bucket_mb} has no effect while everything is reduced at once: "
+            "take parallel.overlap=true or parallel.bucket_mb=null."
+        )
     if not 0 <= p.zero <= 3:
         found.append(f"parallel.zero={p.zero} is not a ZeRO stage: take parallel.zero={min(max(p.zero, 0), 3)}.")
     if not (isinstance(p.dp, int) and p.dp > 0):
@@ -80,7 +90,8 @@ def _split_by_tp(cfg) -> dict[str, int]:
 
 def legal_tp(cfg) -> list[int]:
     """Tensor-parallel sizes that divide everything they have to."""
-    return divisors(math.gcd(*_split_by_tp(cfg).values()))
+    sizes = list(_split_by_tp(cfg).values()) + ([whole(cfg.train.seq_len)] if cfg.parallel.sequence_parallel else [])
+    return divisors(math.gcd(*sizes))
 
 
 def batch_problems(cfg) -> list[str]:
@@ -124,7 +135,7 @@ def _fitting(cfg, gpus: int) -> str:
     """The legal layout of at most `gpus` ranks that is nearest to the one asked for."""
     p, layers = cfg.parallel, whole(cfg.model.layers)
     if model_ranks(p) <= gpus:
-        return f"parallel.dp={gpus // model_ranks(p)}"
+        return f"parallel.dp={largest_dp(cfg, gpus // model_ranks(p))}"
     layouts = [(tp, pp) for tp in legal_tp(cfg) for pp in divisors(layers) if tp * pp <= gpus]
     tp, pp = max(layouts, key=lambda at: (at[0] * at[1], -abs(at[0] - whole(p.tp)) - abs(at[1] - whole(p.pp))))
     also = " parallel.vpp=1" if pp == 1 and whole(p.vpp) > 1 else ""

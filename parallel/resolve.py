@@ -52,13 +52,13 @@ def resolve(cfg, gpus: int, world: int | None = None):
         if world is not None:
             cfg.parallel.dp = max(1, world // model_ranks(cfg.parallel))
         elif cfg.launch.device == "cuda":
-            cfg.parallel.dp = _largest_dp(cfg, max(1, gpus // model_ranks(cfg.parallel)))
+            cfg.parallel.dp = largest_dp(cfg, max(1, gpus // model_ranks(cfg.parallel)))
         else:
-            cfg.parallel.dp = _largest_dp(cfg, whole(cfg.parallel.dp_on_cpu))
+            cfg.parallel.dp = largest_dp(cfg, whole(cfg.parallel.dp_on_cpu))
     return cfg
 
 
-def _largest_dp(cfg, most: int) -> int:
+def largest_dp(cfg, most: int) -> int:
     """As many replicas, up to `most`, as the global batch can be shared out to evenly."""
     unit = micro_batch_unit(cfg)
     return next((dp for dp in range(most, 0, -1) if whole(cfg.train.global_batch) % (unit * dp) == 0), most)

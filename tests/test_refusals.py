@@ -44,6 +44,8 @@ REFUSED = {
     "sequence against cp": ("parallel.cp=2 train.seq_len=250", "train.seq_len=248 or train.seq_len=252"),
     "ZeRO stage": ("parallel.zero=4", "parallel.zero=4", "take parallel.zero=3"),
     "dp": ("parallel.dp=none", "parallel.dp=none", "parallel.dp=auto"),
+    "tied embeddings against stages": ("parallel=pp2_zero3 model.tie_embeddings=true", "parallel.zero=1"),
+    "bucket without overlap": ("parallel.bucket_mb=25", "parallel.bucket_mb=25", "take parallel.overlap=true"),
     "variable of the launcher": ("+parallel.env.RANK=1", "RANK", "leave it out"),
     "variable that stops FSDP": ("parallel=zero3 +parallel.env.CUDA_DEVICE_MAX_CONNECTIONS=1", "ZeRO-3"),
     "GPU asked for, none there": ("launch.device=cuda", "none is visible", "launch.device=cpu"),
@@ -53,6 +55,7 @@ REFUSED = {
     "steps and tokens": ("train.tokens=1000", "train.steps=null", "train.tokens=null"),
     "neither steps nor tokens": ("train.steps=null", "set one"),
     "no steps": ("train.steps=0", "train.steps=0", "1 or more"),
+    "warm-up longer than the run": ("train.steps=10", "warmup_steps=30", "train.steps=10", "warmup_steps=9"),
     "learned positions": ("model.position=learned train.seq_len=4096", "seq_len=2048", "max_positions=4096"),
     # model, numbers, data
     "hidden against heads": ("model.hidden=100", "model.heads=5 or model.heads=10"),
@@ -123,6 +126,8 @@ def test_more_ranks_than_gpus_are_refused_with_a_layout_that_fits(train, eight_g
     assert run.returncode == 2
     assert "16 ranks (tp 4 · pp 2 · cp 1 · dp 2) and 8 GPUs are visible" in run.stderr
     assert "take parallel.dp=1, or launch.device=cpu" in run.stderr
+    run = train("parallel.dp=8", env=eight_gpus | {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+    assert "one" not in run.stderr and "3 GPUs are visible: take parallel.dp=2" in run.stderr
     run = train("parallel=tp4_pp2", env=eight_gpus | {"CUDA_VISIBLE_DEVICES": "0,1"})
     assert "8 ranks" in run.stderr and "take parallel.tp=1 parallel.pp=2 parallel.dp=1" in run.stderr
 
