@@ -107,7 +107,7 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
     and 130 on Ctrl-C.
     """
     codes: list[int] = []
-    refusals: list[Refused] = []
+    refused: list[str] = []
     started: list[Path] = []
 
     @hydra.main(**CURRENT, config_path=str(overrides.CONF), config_name="config")
@@ -120,7 +120,7 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
             resolved = check(cfg)
         except Refused as refusal:
             remove_unless_used(run_dir, ".hydra")
-            refusals.append(refusal)
+            refused.extend(refusal.sentences)
             return
         for note in rules.notes(resolved, rules.visible_gpus()):
             print(f"note: {note}")
@@ -129,16 +129,15 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
         codes.append(run(run_dir, frozen))
 
     # Hydra's parser takes flags before overrides only.
-    argv = sorted(quote_choices(argv), key=lambda word: not word.startswith("-") and ("=" in word or word[0:1] == "~"))
+    argv = sorted(quote_choices(argv), key=lambda word: word.startswith("~") or ("=" in word and word[0] != "-"))
     # With it Hydra raises its errors; without, it prints them with a hint at a traceback that helps nobody here.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         flags = _flags(argv)
-        _refuse(overrides.problems(flags.overrides, flags.multirun or "hydra.mode=MULTIRUN" in argv))
+        own = Path(flags.config_dir) if flags.config_dir else None
+        _refuse(overrides.problems(flags.overrides, flags.multirun or "hydra.mode=MULTIRUN" in argv, own))
         sys.argv[1:] = argv
         point()
-        if refusals:
-            raise refusals[0]
     except Refused as refusal:
         return tell(refusal.sentences)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -151,12 +150,14 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
         return 130
     finally:
         os.environ.pop("HYDRA_FULL_ERROR", None)
+    if refused:
+        return tell(refused, "Not every point was started:" if codes else "Nothing was started:")
     return next((code for code in codes if code), 0)
 
 
-def tell(sentences: list[str]) -> int:
+def tell(sentences: list[str], headline: str = "Nothing was started:") -> int:
     """Print why nothing was started; the exit code that says so."""
-    print("Nothing was started:", *(f"  - {sentence}" for sentence in sentences), sep="\n", file=sys.stderr)
+    print(headline, *(f"  - {sentence}" for sentence in sentences), sep="\n", file=sys.stderr)
     return REFUSED
 
 
@@ -198,6 +199,7 @@ def remove_unless_used(folder: Path, only: str) -> None:
     path = folder / only
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     for empty in (folder, *folder.parents):
-        if empty.resolve() == Path.cwd() or any(empty.iterdir()):
+        # Folders outside the working directory may have been there, and empty, before.
+        if any(empty.iterdir()) or Path.cwd() not in empty.resolve().parents:
             break
         empty.rmdir()

@@ -23,22 +23,25 @@ from conf.schema import Config
 CONF = Path(__file__).resolve().parent.parent / "conf"
 # The other groups (experiment) have no values of their own: they set those of these.
 VALUE_GROUPS = tuple(f.name for f in fields(Config))
+WORDS = {"parallel.dp": "a whole number or auto", "precision.loss_scale": "none, dynamic or a number"}
 TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 @cache
-def options() -> dict[str, list[str]]:
-    """Every group and its options."""
-    folders = sorted(folder for folder in CONF.iterdir() if any(folder.glob("*.yaml")))
-    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
+def options(own: Path | None = None) -> dict[str, list[str]]:
+    """Every group and its options, with those of the user's `own` folder (--config-dir)."""
+    found: dict[str, list[str]] = {}
+    for root in (CONF, own) if own else (CONF,):
+        for file in sorted(root.glob("*/*.yaml")):
+            found.setdefault(file.parent.name, []).append(file.stem)
+    return found
 
 
 @cache
 def default_groups() -> list[str]:
     """The groups that every point chooses from, `experiment` included."""
-    return [
-        group for entry in OmegaConf.load(CONF / "config.yaml").defaults if OmegaConf.is_dict(entry) for group in entry
-    ]
+    defaults = OmegaConf.load(CONF / "config.yaml").defaults
+    return [group for entry in defaults if OmegaConf.is_dict(entry) for group in entry]
 
 
 @cache
@@ -47,8 +50,11 @@ def keys() -> list[str]:
     return [f"{g.name}.{f.name}" for g in fields(Config) for f in fields(get_type_hints(Config)[g.name])]
 
 
-def problems(words: list[str], multirun: bool) -> list[str]:
-    """One sentence for each mistake in these overrides; empty when Hydra can compose them."""
+def problems(words: list[str], multirun: bool, own: Path | None = None) -> list[str]:
+    """One sentence for each mistake in these overrides; empty when Hydra can compose them.
+
+    `own` is the folder of a user's own options (--config-dir).
+    """
     found, parser = [], OverridesParser.create()
     for word in words:
         try:
@@ -56,11 +62,11 @@ def problems(words: list[str], multirun: bool) -> list[str]:
         except HydraException:
             found.append(f"'{word}' cannot be read: write group=option or key=value, and quote special characters.")
             continue
-        found += _problems(override, word, multirun)
+        found += _problems(override, word, multirun, options(own))
     return found
 
 
-def _problems(override: Override, word: str, multirun: bool) -> list[str]:
+def _problems(override: Override, word: str, multirun: bool, groups: dict[str, list[str]]) -> list[str]:
     name = override.key_or_group
     if name == "hydra" or name.startswith(("hydra.", "hydra/")):
         return []
@@ -69,11 +75,11 @@ def _problems(override: Override, word: str, multirun: bool) -> list[str]:
     if override.type == OverrideType.DEL:
         return [f"{word} removes something that every run needs: choose another option or value instead."]
     values = _values(override)
-    if name in options():
-        return [sentence for value in values for sentence in _group_problems(name, value, override)]
+    if name in groups:
+        return [sentence for value in values for sentence in _group_problems(name, groups[name], value, override)]
     hint = key_type(name)
     if hint is None:
-        known = keys() + list(options())
+        known = keys() + list(groups)
         near = get_close_matches(name, known, n=1) or get_close_matches(name.split(".")[-1], known, n=1, cutoff=0.5)
         advice = f"did you mean {near[0]}?" if near else "python train.py --cfg job shows every key."
         return [f"{name} is neither a group nor a key: {advice}"]
@@ -94,8 +100,7 @@ def _values(override: Override) -> list[Any]:
     return [v.text if isinstance(v, QuotedString) else v for v in override.sweep_iterator()]
 
 
-def _group_problems(group: str, value: Any, override: Override) -> list[str]:
-    known = options()[group]
+def _group_problems(group: str, known: list[str], value: Any, override: Override) -> list[str]:
     if isinstance(value, (list, dict)):
         return [f"{group} takes one option, not {value}: choose one of {join(known)}, or sweep with -m {group}=A,B."]
     if override.type != OverrideType.CHANGE and group in default_groups():
@@ -131,7 +136,8 @@ def _type_problems(name: str, hint: Any, value: Any) -> list[str]:
     except OmegaConfBaseException:
         whole = int in (hint, *get_args(hint)) and isinstance(value, float) and value.is_integer()
         advice = f" (write {int(value)})" if whole else ""
-        return [f"{name}={'null' if value is None else value} has the wrong type: it takes {describe(hint)}{advice}."]
+        value = "null" if value is None else value
+        return [f"{name}={value} has the wrong type: it takes {WORDS.get(name) or describe(hint)}{advice}."]
 
 
 def describe(hint: Any) -> str:

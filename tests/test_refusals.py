@@ -112,6 +112,27 @@ def test_sweep_with_one_illegal_point_starts_no_point_and_names_it(train, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+OWN = {  # a file of the user's own, and what is said about it
+    "mistyped key": ("tp: 2\ntpp: 2\n", "tpp"),
+    "wrong type": ("tp: two\n", "two"),
+    "keys missing": ("name: mine\ntp: 2\n", "parallel.pp has no value"),
+    "broken YAML": ("tp: [2\n", "mine.yaml"),
+    "not a mapping": ("- tp\n", "mine"),
+}
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_a_bad_file_of_ones_own_is_answered_by_a_sentence(case, train, tmp_path):
+    content, mentioned = OWN[case]
+    file = tmp_path / "conf" / "parallel" / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(content)
+    run = train("--config-dir", "conf", "parallel=mine")
+    assert run.returncode == 2
+    assert mentioned in run.stderr and "Traceback" not in run.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["conf"]
+
+
 def test_a_folder_that_holds_a_run_is_not_overwritten(train, tmp_path):
     folder = tmp_path / "old"
     folder.mkdir()
