@@ -1,8 +1,10 @@
 """Malformed command lines and illegal points: each is answered by sentences that name a way out, and starts nothing."""
 
+from typing import get_args
+
 import pytest
 
-from parallel import compose, rules
+from parallel import compose, overrides, ranges, rules
 
 # What is typed, and what the answer has to mention: the rule's numbers and the nearest legal choice.
 REFUSED = {
@@ -78,6 +80,11 @@ REFUSED = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_with_a_sentence_and_nothing_left_behind(case, train, tmp_path):
     words, *mentioned = REFUSED[case]
@@ -91,6 +98,16 @@ def test_refused_with_a_sentence_and_nothing_left_behind(case, train, tmp_path):
     for text in mentioned:
         assert text in run.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_number_has_a_range_and_is_held_to_it():
+    rules_of_their_own = {"parallel.zero", "parallel.dp", "precision.loss_scale"}
+    hints = {key: overrides.key_type(key) for key in overrides.keys()}
+    numbers = {key for key, hint in hints.items() if {int, float} & {hint, *get_args(hint)}}
+    assert numbers - {"cluster.peak_tflops"} == ranges.RANGES.keys() | rules_of_their_own
+    for key in ranges.RANGES:
+        cfg = compose.compose([f"{key}=-1"])[0]
+        assert any(sentence.startswith(f"{key}=-1") for sentence in rules.problems(cfg, gpus=0)), key
 
 
 def test_all_problems_are_listed_at_once(train):
