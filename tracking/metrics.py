@@ -26,7 +26,7 @@ METRICS = {
     "perf/tflops_per_device": "Model TFLOP/s per device by train.flop_rule; recomputation does not count.",
     "perf/mfu": "perf/tflops_per_device as a share of the device's dense peak; absent where that is unknown.",
     "perf/data_wait_share": "Share of the step spent waiting for data.",
-    "mem/peak_gib": "Most memory the logging rank's device had allocated so far, in GiB.",
+    "mem/peak_gib": "Most memory the logging rank had so far, in GiB: allocated on its GPU, or on a CPU resident.",
     "time/eta_s": "Seconds until the last step at the pace so far, evaluations included.",
 }
 AVERAGED = [name for name in METRICS if name.startswith("perf/")]

@@ -62,7 +62,8 @@ def charts(steps: dict[int, dict[str, float]], config: dict) -> list[dict]:
     ]
     found = []
     for title, lines in wanted:
-        values = [value for value in lines[0]["values"] if value is not None and 0 < value < float("inf")]
+        measured = [value for line in lines if "dash" not in line for value in line["values"]]
+        values = [value for value in measured if value is not None and 0 < value < float("inf")]
         if not values or (title == "Loss scale" and len(set(values)) == 1):
             continue
         # Norms and loss scales run over orders of magnitude; a linear axis would show their largest value only.

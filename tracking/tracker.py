@@ -170,6 +170,8 @@ def outcome_of(error: BaseException | None) -> tuple[str, str | None]:
     cause = type(error).__name__ + (f": {words[0]}" if words else "")
     if not isinstance(error, Exception):
         return "interrupted", words[0] if words else cause
+    if isinstance(error, FloatingPointError):
+        return "nan", cause
     text = str(error).lower()
     # PyTorch's allocator on CPU raises a plain RuntimeError.
     out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import threading
+import time
 from collections import deque
 from pathlib import Path
 
@@ -104,7 +105,7 @@ class WandbRun:
     def log(self, metrics: dict[str, float]) -> None:
         """Takes the metrics of a step or an evaluation; W&B has them at most HAND_OVER_S later."""
         if self._run is not None and self.problem is None:
-            self._waiting.append(metrics)
+            self._waiting.append(metrics | {"_timestamp": time.time()})  # of the step, not of handing it over
 
     def finish(self, status: str, summary: dict) -> None:
         """Closes the run with `summary` under result/ in its own summary; every status but ok makes it a failed one."""

@@ -1,0 +1,230 @@
+"""W&B: one run for all ranks, readable whatever ends the process; over HTTP; and never a question."""
+
+import os
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+import tracked
+from wandb_server import WandbServer
+
+from tracking import mode
+from tracking.wandb_run import identity
+
+DEAD = "http://127.0.0.1:9"
+KEY = "0123456789" * 4
+
+
+@pytest.fixture
+def env(plain_env, tmp_path):
+    """No W&B account, wherever one might be."""
+    return plain_env | {"HOME": str(tmp_path)}
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run folder with a frozen point."""
+    tracked.point(tmp_path / "run", "clip=0.1")
+    return tmp_path / "run"
+
+
+# Which mode
+
+
+@pytest.fixture
+def nowhere(monkeypatch, tmp_path):
+    """A process without W&B account; returns its home folder."""
+    for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_auto_is_offline_without_a_key_and_online_with_one(nowhere, monkeypatch):
+    assert mode.decide("auto") == ("offline", "no API key; `wandb login` gives one")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    assert mode.decide("auto") == ("online", "API key in WANDB_API_KEY")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert mode.decide("auto") == ("offline", "WANDB_MODE=offline")
+    assert mode.decide("online") == ("online", "tracking.mode=online")
+
+
+def test_a_key_counts_for_the_server_it_belongs_to(nowhere, monkeypatch):
+    (nowhere / ".netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {KEY}\n")
+    assert mode.decide("auto")[0] == "online"
+    (nowhere / ".config" / "wandb").mkdir(parents=True)
+    (nowhere / ".config" / "wandb" / "settings").write_text("[default]\nbase_url = https://wandb.example\n")
+    assert mode.decide("auto")[0] == "offline"
+    (nowhere / ".netrc").write_text(f"machine wandb.example\n  login user\n  password {KEY}\n")
+    assert mode.decide("auto") == ("online", f"API key in {nowhere / '.netrc'}")
+    monkeypatch.setenv("WANDB_BASE_URL", "https://api.wandb.ai")
+    assert mode.decide("auto")[0] == "offline"
+
+
+def test_our_idea_of_where_the_key_is_agrees_with_wandb(nowhere):
+    """So that an upgrade of W&B that moves its server or its files is noticed."""
+    code = "import wandb; s = wandb.setup().settings; print(s.base_url); print(s.settings_system)"
+    env = {name: value for name, value in os.environ.items()} | {"WANDB_SILENT": "true"}
+    done = subprocess.run([tracked.sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [mode.server(), str(nowhere / ".config" / "wandb" / "settings")]
+
+
+def test_online_without_a_key_is_refused_in_a_sentence(nowhere):
+    with pytest.raises(mode.TrackingError, match="needs an API key for .*run `wandb login`"):
+        mode.decide("online")
+
+
+def test_a_damaged_netrc_is_no_key(nowhere):
+    (nowhere / ".netrc").write_text("machine\n\n{{{")
+    assert mode.decide("auto")[0] == "offline"
+
+
+# Names
+
+
+def test_points_of_a_sweep_share_a_group_and_a_folder(tmp_path):
+    choices = {"model": "tiny", "parallel": "tp2", "precision": "bf16", "clip": "0.1", "launch": "local"}
+    points = []
+    for folder in ("0_tiny_tp2", "1_tiny_tp2"):
+        hydra = tmp_path / "2026-01-02_10-00" / folder / ".hydra"
+        hydra.mkdir(parents=True)
+        (hydra / "hydra.yaml").write_text("hydra:\n  mode: MULTIRUN\n")
+        points.append(identity(hydra.parent, choices))
+    assert points[0]["group"] == points[1]["group"] == "2026-01-02_10-00"
+    assert points[0]["dir"] == points[1]["dir"] == str(tmp_path / "2026-01-02_10-00")
+    assert [point["id"] for point in points] == ["2026-01-02_10-00-0", "2026-01-02_10-00-1"]
+    assert points[0]["name"] == "tiny-tp2-bf16-clip0.1"
+    assert points[0]["tags"] == ["model=tiny", "parallel=tp2", "precision=bf16", "clip=0.1"]
+
+
+def test_any_folder_gives_an_id_that_wandb_takes(tmp_path):
+    single = identity(tmp_path / ("a b:#%?" * 20) / ("c" * 90), {})
+    assert len(single["id"]) <= 128 and not set(single["id"]) & set("/\\#?%: ")
+    assert single["group"] is None and single["name"] == "c" * 90
+
+
+# Offline
+
+
+def test_an_offline_run_is_complete_and_readable(run_dir, env):
+    done = tracked.run(run_dir, env, steps=10)
+    assert "offline (no API key; `wandb login` gives one)" in done.stdout
+    overview, rows = tracked.leet(run_dir, env)
+    assert (overview["state"], overview["exit_code"], overview["project"]) == ("finished", 0, "tripod")
+    assert overview["name"] == "tiny-single-fp32-adamw-clip0.1" and "clip=0.1" in overview["tags"]
+    assert overview["config"]["clip"] == {"kind": "fixed", "max_norm": 0.1}
+    assert overview["config"]["choices"]["clip"] == "0.1" and overview["config"]["precision"]["compute"] == "fp32"
+    assert overview["config"]["facts"]["parameters"] == 1234567
+    assert overview["summary"]["result/status"] == "ok" and overview["summary"]["result/val_loss_best"] == 2.25
+    recorded = [{name: row[name] for name in row if not name.startswith("_")} for row in rows]
+    assert recorded == [{name: line[name] for name in line if name != "step"} for line in tracked.lines(run_dir)]
+    folder = next((run_dir / "wandb").glob("offline-run-*")).relative_to(run_dir.parent)
+    assert f"wandb leet {folder}" in done.stdout and f"wandb sync {folder}" in done.stdout
+
+
+def test_a_failed_run_is_failed_and_complete(run_dir, env):
+    tracked.run(run_dir, env, steps=10, end="raise")
+    overview, rows = tracked.leet(run_dir, env)
+    assert (overview["state"], overview["exit_code"], len(rows)) == ("failed", 1, 11)
+    assert overview["summary"]["result/cause"] == "ValueError: injected"
+
+
+def test_sigterm_loses_nothing(run_dir, env):
+    process = subprocess.Popen(tracked.command(run_dir, 10**6, 0.002), env=env, stdout=subprocess.DEVNULL)
+    tracked.wait_for_step(run_dir, 300)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    overview, rows = tracked.leet(run_dir, env)
+    assert (overview["state"], overview["exit_code"]) == ("failed", 1)
+    assert [row["tokens"] for row in rows] == [line["tokens"] for line in tracked.lines(run_dir)]
+    # Rows are handed over many at a time, and still carry the time of their step.
+    times = [row["_timestamp"] for row in rows]
+    assert min(later - earlier for earlier, later in zip(times[:-1], times[1:], strict=True)) > 0.0015
+
+
+def test_sigkill_loses_at_most_the_last_second(run_dir, env):
+    process = subprocess.Popen(tracked.command(run_dir, 20, 0.0, "hang"), env=env, stdout=subprocess.DEVNULL)
+    tracked.wait_for_step(run_dir, 20)
+    time.sleep(1.0)
+    process.kill()
+    process.wait()
+    overview, rows = tracked.leet(run_dir, env)
+    assert overview["name"] == "tiny-single-fp32-adamw-clip0.1" and len(rows) == 21
+
+
+def test_training_goes_on_when_wandb_dies(run_dir, env):
+    process = subprocess.Popen(tracked.command(run_dir, 200, 0.02), env=env, stdout=subprocess.PIPE, text=True)
+    tracked.wait_for_step(run_dir, 20)
+    (core,) = [p for p in psutil.Process(process.pid).children(recursive=True) if "wandb-core" in p.name()]
+    core.kill()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and tracked.result(run_dir)["steps"] == 200
+    assert said.count("W&B has stopped recording") == 1
+
+
+def test_disabled_imports_and_leaves_nothing_of_wandb(run_dir, env):
+    done = tracked.run(run_dir, env | {"WANDB_MODE": "disabled", "PYTHONPROFILEIMPORTTIME": "1"})
+    assert done.returncode == 0
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
+    assert "tracking.wandb_run" in imported and "wandb" not in imported
+    assert not (run_dir / "wandb").exists()
+
+
+# Over HTTP
+
+
+def test_an_online_run_arrives(run_dir, env):
+    with WandbServer() as server:
+        done = tracked.run(run_dir, env | server.environment(), steps=10)
+    assert done.returncode == 0, done.stderr
+    assert "online (API key in WANDB_API_KEY)" in done.stdout and f"{server.url}/me/tripod/runs/" in done.stdout
+    (run,) = server.runs.values()
+    assert (run["name"], run["exit_code"]) == ("tiny-single-fp32-adamw-clip0.1", 0)
+    assert run["job_type"] == "train" and "parallel=single" in run["tags"]
+    assert run["config"]["model"]["layers"] == 4 and run["summary"]["result/status"] == "ok"
+    assert [row["tokens"] for row in run["history"].values()] == [line["tokens"] for line in tracked.lines(run_dir)]
+
+
+def test_a_failing_online_run_arrives_as_failed(run_dir, env):
+    with WandbServer() as server:
+        tracked.run(run_dir, env | server.environment(), steps=3, end="oom")
+    (run,) = server.runs.values()
+    assert run["exit_code"] == 1 and run["summary"]["result/status"] == "oom" and len(run["history"]) == 4
+
+
+def test_an_offline_run_can_be_sent_later(run_dir, env):
+    said = tracked.run(run_dir, env, steps=10).stdout
+    command = next(line for line in said.splitlines() if "wandb sync" in line).split()
+    with WandbServer() as server:
+        words = [tracked.WANDB, *command[1:]]
+        done = subprocess.run(
+            words, cwd=run_dir.parent, env=env | server.environment(), capture_output=True, timeout=60
+        )
+    assert done.returncode == 0, done.stderr
+    (run,) = server.runs.values()
+    assert run["name"] == "tiny-single-fp32-adamw-clip0.1" and len(run["history"]) == 12 and run["exit_code"] == 0
+
+
+def test_auto_goes_offline_when_the_server_is_not_there(run_dir, env):
+    dead = {"WANDB_BASE_URL": DEAD, "WANDB_API_KEY": KEY, "WANDB_INIT_TIMEOUT": "2"}
+    done = tracked.run(run_dir, env | dead)
+    assert done.returncode == 0 and f"offline (W&B at {DEAD} does not take the run: " in done.stdout
+    assert list((run_dir / "wandb").glob("offline-run-*")) and tracked.result(run_dir)["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        (
+            {"WANDB_BASE_URL": DEAD, "WANDB_API_KEY": KEY, "WANDB_INIT_TIMEOUT": "2"},
+            "refused: W&B cannot start (Timed out",
+        ),
+        ({}, "refused: tracking.mode=online needs an API key"),
+    ],
+)
+def test_online_stops_in_a_sentence_when_it_cannot_be(tmp_path, env, given, sentence):
+    tracked.point(tmp_path / "run", "tracking.mode=online")
+    done = tracked.run(tmp_path / "run", env | given)
+    assert done.returncode == 1 and sentence in done.stderr and "Traceback" not in done.stderr

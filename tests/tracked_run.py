@@ -1,0 +1,63 @@
+"""A run without a model, for the tests of tracking: python tracked_run.py RUN_DIR STEPS STEP_S [END].
+
+END is what happens after the last step: nothing, `raise`, `oom`, `nan`, or `hang` (to be ended by a signal).
+"""
+
+import math
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from parallel import rank_process
+from parallel.frozen import load
+from tracking.metrics import Meter
+from tracking.mode import TrackingError
+from tracking.tracker import Tracker
+
+FACTS = {
+    "parameters": 1_234_567,
+    "device": "Abacus 9",
+    "peak": {"tflops": 2.0, "source": "dense BF16 peak of Abacus 9", "name": "dense BF16"},
+    "rank_map": "rank 0: tp 0\nrank 1: tp 1",
+    "run_command": "python train.py parallel=tp2",
+    "data": {"source": "a book", "tokens": 1000, "val_tokens": 100, "fingerprint": "abc123"},
+    "notes": {"memory": "1 of 8 GiB"},
+}
+
+
+def raw(step: int, step_s: float, tokens: int = 8192, loss: float | None = None) -> dict:
+    """What train.py measures in a step."""
+    facts = {"step": step, "tokens": step * tokens, "loss": loss or 1 + 4 / step, "lr": 1e-3, "grad_norm": 2.0}
+    facts |= {"clip_coef": 0.5, "clipped": True, "loss_scale": 1.0, "skipped": False, "step_s": step_s}
+    return facts | {"data_wait_s": step_s / 100, "peak_gib": 0.25}
+
+
+def main(run_dir: Path, steps: int, step_s: float, end: str) -> None:
+    frozen = load(run_dir)
+    meter = Meter(frozen.cfg, 1, flops_per_token=1e6, peak_tflops=2.0)
+    try:
+        with Tracker(frozen, run_dir, FACTS) as tracker:
+            tracker.log(0, {"val/loss": 5.5})
+            for step in range(1, steps + 1):
+                time.sleep(step_s)
+                tracker.log(step, meter.step(raw(step, step_s or 1e-3)))
+            if end == "raise":
+                raise ValueError("injected\nsecond line")
+            if end == "oom":
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+            if end == "nan":
+                tracker.log(steps + 1, {"val/loss": math.nan})
+                return
+            while end == "hang":
+                time.sleep(0.05)
+            tracker.log(steps, {"val/loss": 2.25})
+            tracker.sample("def ", "f(x):\n    return x\n")
+            tracker.verdict("This machine computes correctly.")
+    except TrackingError as error:
+        sys.exit(f"refused: {error}")
+
+
+if __name__ == "__main__":
+    rank_process.run(main, Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), (sys.argv[4:] or [""])[0])
