@@ -38,7 +38,7 @@ def rank(run_dir: Path) -> None:
     heartbeat.beat("import")
     from parallel import quiet
 
-    quiet.megatron()
+    quiet.libraries()
     from data.batches import Batches
     from data.batches import load as load_corpus
     from models import attention, expected, flops, loss

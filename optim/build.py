@@ -61,7 +61,8 @@ def schedule(cfg: Config, optimizer) -> OptimizerParamScheduler:
         max_lr=cfg.optimizer.lr,
         min_lr=cfg.optimizer.lr * s.final_share,
         lr_warmup_steps=s.warmup_steps,
-        lr_decay_steps=steps,
+        # A run may end inside its warm-up.
+        lr_decay_steps=max(steps, s.warmup_steps + 1),
         lr_decay_style=_STYLES[s.name],
         wsd_decay_steps=max(1, round(steps * s.decay_share)),
         lr_wsd_decay_style="linear",

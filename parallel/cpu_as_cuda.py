@@ -14,11 +14,11 @@ import functools
 import torch
 import torch.distributed as dist
 
-_FACTORIES = (
+FACTORIES = (
     "tensor zeros ones empty full arange linspace eye rand randn randint randperm as_tensor scalar_tensor "
     "empty_strided zeros_like ones_like empty_like full_like rand_like randn_like randint_like"
 ).split()
-_NEW = "new_tensor new_zeros new_ones new_empty new_full".split()
+NEW = "new_tensor new_zeros new_ones new_empty new_full".split()
 
 _installed = False
 
@@ -160,9 +160,9 @@ def install() -> None:
         raise RuntimeError("The CPU stand-in was asked for although CUDA is available.")
     _installed = True
 
-    for name in _FACTORIES:
+    for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    for name in _NEW:
+    for name in NEW:
         setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
     torch.Tensor.to = _to_cpu(torch.Tensor.to)
     torch.nn.Module.to = _to_cpu(torch.nn.Module.to)

@@ -1,17 +1,14 @@
-"""Keep Megatron-core's start-up remarks off the console: missing optional packages and its own deprecations."""
+"""Keep start-up remarks of libraries off the console: missing optional packages, their own deprecations."""
 
 import logging
 import warnings
 
 
-def megatron() -> None:
-    """Call before the first import of Megatron-core. Errors still come through."""
-    for about in (
-        "Transformer Engine and Apex",
-        "Apex is not installed",
-        "absl.logging",
-        "multi_tensor_scale_tensor",
-        "transformer_engine",
-    ):
-        warnings.filterwarnings("ignore", message=f".*{about}.*")
+def libraries() -> None:
+    """Call before the first import of Megatron-core. Errors are exceptions and come through."""
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    # These are attributed to other modules, so by their text.
+    for text in (".*is experimental and still under active development", "`torch.distributed.*` is deprecated"):
+        warnings.filterwarnings("ignore", message=text)
     logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
