@@ -26,9 +26,7 @@ def problems(cfg, gpus: int, world: int | None = None) -> list[str]:
     `gpus` are the GPUs of this machine; `world` is the number of ranks where they exist already (torchrun, SLURM).
     """
     resolved = resolve(cfg, gpus, world)
-    found = (
-        ranges.problems(cfg) + _length(cfg.train) + _warmup(resolved) + _model(cfg) + layouts.shape_problems(resolved)
-    )
+    found = ranges.problems(cfg) + _length(cfg.train) + _model(cfg) + layouts.shape_problems(resolved)
     found += layouts.batch_problems(resolved) + layouts.device_problems(resolved, gpus, world)
     return found + _precision(cfg.precision) + _attention(resolved) + _data(cfg)
 
@@ -59,17 +57,6 @@ def _length(train) -> list[str]:
             "add train.steps=null to go by tokens, or train.tokens=null to go by steps."
         ]
     return []
-
-
-def _warmup(cfg) -> list[str]:
-    warmup, steps = cfg.schedule.warmup_steps, cfg.train.steps
-    # A constant schedule has nothing left to shape after the warm-up, so it may end inside it.
-    if steps is None or warmup < max(steps, 1) or cfg.schedule.name == "constant":
-        return []
-    return [
-        f"schedule.warmup_steps={warmup} leaves nothing of train.steps={steps} for schedule={cfg.schedule.name}: "
-        f"take schedule.warmup_steps={max(steps - 1, 0)} or less, or schedule=constant."
-    ]
 
 
 def _model(cfg) -> list[str]:

@@ -132,7 +132,7 @@ def test_what_is_legal_but_surprising_is_noted():
 
     assert "FP32" in notes("precision=tf32")
     assert "parallel.zero=1" in notes("parallel=zero1", "parallel.dp=1")
-    assert "warm-up" in notes("train.steps=5", "schedule=constant")
+    assert "warm-up" in notes("train.steps=10")
     assert notes("parallel=single") == ""
 
 

@@ -57,7 +57,6 @@ REFUSED = {
     "steps and tokens": ("train.tokens=1000", "train.steps=null", "train.tokens=null"),
     "neither steps nor tokens": ("train.steps=null", "set one"),
     "no steps": ("train.steps=0", "train.steps=0", "1 or more"),
-    "warm-up longer than the run": ("train.steps=10", "warmup_steps=30", "train.steps=10", "warmup_steps=9"),
     "learned positions": ("model.position=learned train.seq_len=4096", "seq_len=2048", "max_positions=4096"),
     # model, numbers, data
     "hidden against heads": ("model.hidden=100", "model.heads=5 or model.heads=10"),
