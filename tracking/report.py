@@ -96,7 +96,7 @@ def _figures(found: dict):
     )
     yield "Training loss", number("loss_final", ".3f"), f"{number('loss_best', '.3f')} at best"
     yield (
-        "Tokens per second",
+        "Tokens/s",
         number("tokens_per_s", ",.0f"),
         f"{number('step_s', '.3g')} s a step on {found.get('device')}",
     )

@@ -9,7 +9,7 @@ const decades = (_, ticks) => ticks.map((v) => (Math.abs(Math.log10(v) - Math.ro
 
 function draw(chart, element) {
   const axis = (values) => ({
-    stroke: color("--soft"), grid: { stroke: color("--line"), width: 1, filter: chart.log ? decades : undefined }, ticks: { show: false },
+    stroke: color("--soft"), grid: { stroke: color("--line"), width: 1, ...(chart.log && { filter: decades }) }, ticks: { show: false },
     font: "12px system-ui, sans-serif", values: (_, ticks) => ticks.map((v) => (v == null ? "" : values(v))),
   });
   const tick = (v) => (v !== 0 && Math.abs(v) < 1e-3 ? v.toExponential(0) : Math.abs(v) >= 1e4 ? compact.format(v) : String(+v.toPrecision(4)));
