@@ -98,7 +98,7 @@ def _decide(argv: list[str], world_size: int) -> Path | None:
     try:
         if any(word in ("-m", "--multirun") for word in argv):
             raise compose.Refused(
-                ["a sweep starts its own ranks: run `python train.py -m ...` without torchrun or srun."]
+                ["a sweep starts its own ranks: use `python train.py -m ...` without torchrun or srun."]
             )
         cfg, choices, overrides, run_dir = compose.compose(argv)
         resolved = compose.check(cfg, world_size)

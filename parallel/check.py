@@ -131,12 +131,16 @@ def folders() -> Iterator[Finding]:
     for what, folder in (("runs", Path.cwd() / "runs"), ("temporary", Path(tempfile.gettempdir()))):
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
         free = shutil.disk_usage(there).free
-        if not os.access(there, os.W_OK | os.X_OK):
+        try:
+            tempfile.TemporaryFile(dir=there).close()
+        except OSError as error:
             fix = "hydra.run.dir=PATH puts runs elsewhere." if what == "runs" else "set TMPDIR to another folder."
-            yield Finding("STOP", what, f"{there} cannot be written to.", fix)
+            yield Finding("STOP", what, f"{there} cannot be written to: {error.strerror}.", fix)
+            continue
+        if free < GIB // 64:
+            yield Finding("STOP", what, f"{_size(free)} are free in {there}.", "make room, or choose another folder.")
         elif free < GIB:
-            level = "STOP" if free < GIB // 64 else "note"
-            yield Finding(level, what, f"{_size(free)} are free in {there}.", "make room, or choose another folder.")
+            yield Finding("note", what, f"only {_size(free)} are free in {there}.", "make room for W&B and logs.")
         else:
             yield Finding("ok", what, f"{_size(free)} are free in {there}.")
 

@@ -1,4 +1,4 @@
-"""Signs of life: each rank overwrites one small file as it moves, and a watcher names the rank that stays behind."""
+"""Signs of life: each rank overwrites one small file as it moves; a watcher says who stands where when nobody does."""
 
 import os
 import sys
@@ -30,66 +30,59 @@ class Heartbeat:
         line = f"{self._count} {phase}".encode()[: _LINE - 1]
         os.pwrite(self._fd, line.ljust(_LINE - 1) + b"\n", 0)
 
-    def close(self) -> None:
-        os.close(self._fd)
-
 
 class Watch:
     """The watcher's side, in the parent or in one attached rank. Compares contents only: clocks of nodes may differ."""
 
     def __init__(self, run_dir: str | Path, world_size: int, quiet_s: float = QUIET_S):
         self._files = [_file(run_dir, rank) for rank in range(world_size)]
-        self._beats: list[tuple[int, str]] = [(0, "start")] * world_size
-        self._moved = [time.monotonic()] * world_size
+        self._beats: list[tuple[int, str]] = [(0, "start-up")] * world_size
+        self._moved = time.monotonic()
         self._quiet_s = quiet_s
-        self._longest_gap = 0.0
-        self._patience = 0.0
+        self._longest = 0.0  # the longest pause that this run has got over
+        self._patience = quiet_s
 
-    def look(self) -> str | None:
-        """Read all beats; a sentence when nothing has moved for long, at doubling intervals, else None.
+    def look(self) -> float | None:
+        """Read all beats; the seconds for which no rank has moved when that is worth saying, else None.
 
-        Long is `quiet_s` seconds, or four times the longest pause that this run has got over so far.
+        It is after `quiet_s` seconds, or four times the longest pause so far, and then at doubling intervals.
         """
         now = time.monotonic()
-        last = max(self._moved)
-        moved = False
-        for rank, file in enumerate(self._files):
-            beat = _read(file)
-            if beat is not None and beat != self._beats[rank]:
-                self._beats[rank], self._moved[rank], moved = beat, now, True
-        if moved:
-            self._longest_gap = max(self._longest_gap, now - last)
-            self._patience = 0.0
+        beats = [_read(file) or beat for file, beat in zip(self._files, self._beats, strict=True)]
+        quiet = now - self._moved
+        if beats != self._beats:
+            self._beats, self._moved, self._longest = beats, now, max(self._longest, quiet)
+            self._patience = max(self._quiet_s, 4 * self._longest)
             return None
-        self._patience = self._patience or max(self._quiet_s, 4 * self._longest_gap)
-        if now - last < self._patience:
+        if quiet < self._patience:
             return None
-        self._patience *= 2
-        return f"nothing has moved for {now - last:.0f} s: {self.silent()}"
+        self._patience = 2 * quiet
+        return quiet
 
-    def silent(self) -> str:
-        """Which ranks are behind the others, in which phase and for how long; or that all are in the same place."""
-        now = time.monotonic()
-        front = max(count for count, _ in self._beats)
-        behind = [rank for rank, (count, _) in enumerate(self._beats) if count < front]
-        if not behind:
-            return f"all {len(self._beats)} ranks are in '{self._beats[0][1]}'"
-        ahead = next(phase for count, phase in self._beats if count == front)
-        names = [f"rank {r} in '{self._beats[r][1]}' for {now - self._moved[r]:.0f} s" for r in behind[:4]]
-        more = f" and {len(behind) - 4} more" if len(behind) > 4 else ""
-        return f"behind: {', '.join(names)}{more}; the others wait in '{ahead}'"
+    def positions(self, places: dict[int, str] | None = None) -> str:
+        """Where each rank stands: those behind the others first, then the smallest group, for there lies the cause.
+
+        places: the line of code a rank is in, where it is known.
+        """
+        groups: dict[tuple[int, str, str], list[int]] = {}
+        for rank, (count, phase) in enumerate(self._beats):
+            groups.setdefault((count, phase, (places or {}).get(rank, "")), []).append(rank)
+        ordered = sorted(groups.items(), key=lambda group: (group[0][0], len(group[1])))
+        return "; ".join(
+            f"{_ranks(ranks)} in '{phase}'" + (f" at {place}" if place else "") for (_, phase, place), ranks in ordered
+        )
 
 
 def watch_in_background(run_dir: str | Path, world_size: int, several_nodes: bool) -> None:
-    """Print on stderr, for the life of this process, what a `Watch` has to say; for runs without a parent of ours."""
+    """Print on stderr, for the life of this process, when nothing moves; for runs without a parent of ours."""
     # A network file system shows what another node wrote up to half a minute late.
     watch = Watch(run_dir, world_size, quiet_s=3 * QUIET_S if several_nodes else QUIET_S)
 
     def look() -> None:
         while True:
             time.sleep(LOOK_S)
-            if sentence := watch.look():
-                print(sentence, file=sys.stderr, flush=True)
+            if quiet := watch.look():
+                print(f"nothing has moved for {quiet:.0f} s: {watch.positions()}", file=sys.stderr, flush=True)
 
     threading.Thread(target=look, name="heartbeats", daemon=True).start()
 
@@ -100,3 +93,10 @@ def _read(file: Path) -> tuple[int, str] | None:
     except FileNotFoundError:
         return None
     return (int(count), phase) if count.isdigit() else None
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -1,4 +1,4 @@
-"""What this machine gives a run: cores and memory, with the limits of a container or batch job. Standard library only."""
+"""What this machine gives a run: cores and memory, as a container or batch job limits them. Standard library only."""
 
 import os
 from pathlib import Path

@@ -49,15 +49,15 @@ def run(run_dir: str | Path, frozen, entry: list[str] | None = None) -> None:
         try:
             env = environment.rank_environment(frozen.cfg, rules.visible_gpus(), frozen.world_size)
             ranks.start(entry, frozen.world_size, env)
-            timed_out = _wait(ranks, watch, signals, frozen.cfg.train.timeout_s)
+            late = _wait(ranks, watch, signals, frozen.cfg.train.timeout_s)
         finally:
             ranks.end(in_haste=lambda: signals.count > 1)
     if signals.first:
         result.complete(run_dir, "interrupted", f"stopped by {signal.Signals(signals.first).name}")
         raise KeyboardInterrupt if signals.first == signal.SIGINT else SystemExit(128 + signals.first)
-    if timed_out:
+    if late is not None:
         status = "timeout"
-        cause = f"not finished after train.timeout_s={frozen.cfg.train.timeout_s:g}; {watch.silent()}"
+        cause = f"not finished after train.timeout_s={frozen.cfg.train.timeout_s:g}; {late}"
     elif ranks.failed:
         found = first_cause(ranks.failed, run_dir / "ranks", kills)
         status, cause = found.status, found.line
@@ -67,19 +67,20 @@ def run(run_dir: str | Path, frozen, entry: list[str] | None = None) -> None:
     raise JobFailed(cause, status)
 
 
-def _wait(ranks: Ranks, watch: Watch, signals: "_Signals", timeout_s: float | None) -> bool:
-    """Until all ranks are done, one has failed, a signal came, or time is up; True when it was time."""
+def _wait(ranks: Ranks, watch: Watch, signals: "_Signals", timeout_s: float | None) -> str | None:
+    """Until all ranks are done, one has failed, a signal came, or time is up: then where each rank stands."""
     start = looked = time.monotonic()
     while ranks.tick(TICK_S) and not ranks.failed and not signals.first:
         now = time.monotonic()
         if now - looked >= LOOK_S:
             looked = now
-            if sentence := watch.look():
-                print(sentence, file=sys.stderr, flush=True)
+            if quiet := watch.look():
+                with contextlib.suppress(OSError):  # the terminal is gone; the run is not
+                    print(f"nothing has moved for {quiet:.0f} s: {watch.positions(ranks.places())}", file=sys.stderr)
         if timeout_s is not None and now - start > timeout_s:
             watch.look()
-            return True
-    return False
+            return watch.positions(ranks.places())
+    return None
 
 
 class _Signals:

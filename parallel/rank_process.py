@@ -16,6 +16,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from parallel import stacks
+
 PARENT_PID = "TRIPOD_PARENT_PID"  # set by parallel.launch in the environment of the ranks it starts
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's name and format; parallel.launch uses the same
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -136,6 +138,7 @@ def run(main: Callable, *args) -> None:
     die_with_parent()
     stop_on_signals()
     faulthandler.enable()
+    stacks.answer()
     try:
         main(*args)
         return

@@ -7,7 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from parallel import environment, rank_process
+from parallel import environment, rank_process, stacks
 from parallel.console import Console
 from parallel.failure import Ended
 
@@ -47,8 +47,12 @@ class Ranks:
         }
         base = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
         for rank in range(world_size):
-            error_file = str(self._error_file(rank))
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), rank_process.ERROR_FILE: error_file}
+            own = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                rank_process.ERROR_FILE: str(self._error_file(rank)),
+                stacks.FILE_VARIABLE: str(self._stack_file(rank)),
+            }
             self._start(rank, entry, environment.apply(common | own, base))
         self._console.started()
 
@@ -64,6 +68,16 @@ class Ranks:
 
     def _error_file(self, rank: int) -> Path:
         return self._dir / f"rank{rank}.error.json"
+
+    def _stack_file(self, rank: int) -> Path:
+        return self._dir / f"rank{rank}.stack"
+
+    def places(self) -> dict[int, str]:
+        """The line of code that each living rank is in."""
+        for rank, process in self._alive.items():
+            stacks.ask(process.pid, self._stack_file(rank))
+        time.sleep(0.2)
+        return {rank: stacks.place(self._stack_file(rank)) for rank in self._alive}
 
     def tick(self, wait_s: float) -> bool:
         """Pass rank 0's output on for up to `wait_s` seconds and see who has ended. False when nobody is left."""

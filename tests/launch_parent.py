@@ -1,0 +1,27 @@
+"""The parent of a run for the tests: `parallel.launch.run` with small ranks (launch_rank.py) instead of training.
+
+Usage: launch_parent.py RUN_DIR SCENARIO WORLD_SIZE [TIMEOUT_S [GRACE_S]]
+"""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from conf.schema import Config, Device
+from parallel import launch, ranks
+
+run_dir, scenario, world_size, *rest = sys.argv[1:]
+cfg = Config()
+cfg.train.timeout_s = float(rest[0]) if rest else None
+cfg.parallel.tp, cfg.parallel.cp, cfg.parallel.zero = int(world_size), 1, 0
+cfg.parallel.env = {"FROM_PARALLEL_ENV": "yes"}
+cfg.launch.device = Device.cpu
+if rest[1:]:
+    ranks.GRACE_S = float(rest[1])
+entry = [sys.executable, "-u", str(Path(__file__).with_name("launch_rank.py")), scenario, run_dir]
+try:
+    launch.run(run_dir, SimpleNamespace(cfg=cfg, world_size=int(world_size)), entry)
+except launch.JobFailed as failure:
+    print(f"{failure.status}: {failure}", file=sys.stderr)
+    sys.exit(1)
+print("parent: done")
