@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-REFRESH_S = 0.5  # drawing the bar takes about 2 ms
+REFRESH_S = 0.5  # drawing the bar takes about half a millisecond
 
 
 class Console:
@@ -41,7 +41,7 @@ class Console:
             if last or time.monotonic() - self._refreshed >= REFRESH_S:
                 self._draw(step, metrics)
         elif step == 1 or step % self.log_every == 0 or step == self.steps:
-            self.print(f"step {step}/{self.steps}  {step / self.steps:4.0%}  " + "  ".join(self._parts(metrics)))
+            self.print(self._line(step, metrics))
 
     def evaluation(self, step: int, loss: float) -> None:
         """Shows the result of an evaluation."""
@@ -54,21 +54,26 @@ class Console:
             self._live.stop()
             self._live = None
 
+    def _line(self, step: int, metrics: dict[str, float]) -> str:
+        """A step in one plain line."""
+        loss, *others = self._parts(metrics)
+        parts = [loss, f"lr {metrics['train/lr']:.2e}", f"grad norm {metrics['grad/norm']:.3g}", *others]
+        if "time/eta_s" in metrics:
+            parts.append(f"{duration(metrics['time/eta_s'])} left")
+        return f"step {step}/{self.steps}  {step / self.steps:4.0%}  " + "  ".join(parts)
+
     def _parts(self, metrics: dict[str, float]) -> list[str]:
-        """Loss, speed, clipping and time left; speeds are averages as soon as there are any."""
+        """Loss, speed and clipping; speeds are averages as soon as there are any."""
 
         def speed(name: str) -> float | None:
             return metrics.get(f"{name}_avg", metrics.get(name))
 
-        parts = [f"loss {metrics['train/loss']:.4f}", f"lr {metrics['train/lr']:.2e}"]
-        parts += [f"grad norm {metrics['grad/norm']:.3g}", f"{speed('perf/tokens_per_s'):,.0f} tokens/s"]
+        parts = [f"loss {metrics['train/loss']:.4f}", f"{speed('perf/tokens_per_s'):,.0f} tokens/s"]
         if (mfu := speed("perf/mfu")) is not None:
             parts.append(f"MFU {mfu:.0%} of {self.peak}")
         parts.append(f"clipped {metrics['grad/clip_fraction']:.0%}")
         if metrics["amp/skipped_steps"]:
             parts.append(f"skipped {metrics['amp/skipped_steps']}")
-        if "time/eta_s" in metrics:
-            parts.append(f"{duration(metrics['time/eta_s'])} left")
         return parts
 
     def _draw(self, step: int, metrics: dict[str, float]) -> None:
@@ -82,7 +87,8 @@ class Console:
             # No refreshing thread: it would compete with the training loop for the interpreter.
             self._live = Live(auto_refresh=False)
             self._live.start()
-        *parts, left = self._parts(metrics)
+        parts = self._parts(metrics)
+        left = f"{duration(metrics['time/eta_s'])} left" if "time/eta_s" in metrics else ""
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)

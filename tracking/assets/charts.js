@@ -9,18 +9,20 @@ const decades = (_, ticks) => ticks.map((v) => (Math.abs(Math.log10(v) - Math.ro
 
 function draw(chart, element) {
   const axis = (values) => ({
-    stroke: color("--soft"), grid: { stroke: color("--line"), width: 1, ...(chart.log && { filter: decades }) }, ticks: { show: false },
+    stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false },
     font: "12px system-ui, sans-serif", values: (_, ticks) => ticks.map((v) => (v == null ? "" : values(v))),
   });
-  const tick = (v) => (v !== 0 && Math.abs(v) < 1e-3 ? v.toExponential(0) : Math.abs(v) >= 1e4 ? compact.format(v) : String(+v.toPrecision(4)));
+  const tick = (v) => (v !== 0 && Math.abs(v) < 1e-3 ? v.toExponential(1).replace(".0e", "e") : Math.abs(v) >= 1e4 ? compact.format(v) : String(+v.toPrecision(4)));
+  const y_axis = { ...axis(tick), size: 56 };
+  if (chart.log) y_axis.grid.filter = decades;
   const series = chart.series.map((s, i) => ({
-    label: s.label, stroke: color(`--s${s.color ?? i % 5}`), width: s.emphasis ? 2.5 : 1.5, dash: s.dash ? [6, 5] : undefined,
+    label: s.label, stroke: color(`--s${s.color ?? i % 5}`), width: s.emphasis || s.dash ? 2.5 : 1.5, dash: s.dash ? [6, 5] : undefined,
     spanGaps: true, points: { show: Boolean(s.emphasis), size: 6, fill: color("--card") }, value: (_, v) => number(v),
   }));
   return new uPlot({
     width: element.clientWidth, height: 260, cursor: { sync: { key: "page" } },
     scales: { x: { time: false }, y: chart.log ? { distr: 3 } : chart.from_zero ? { range: (_, low, high) => [0, high * 1.05] } : {} },
-    axes: [{ ...axis((v) => compact.format(v)), size: 32 }, { ...axis(tick), size: 56 }],
+    axes: [{ ...axis((v) => compact.format(v)), size: 32 }, y_axis],
     padding: [8, 12, 0, 0],
     series: [{ label: "tokens", value: (_, v) => (v == null ? "–" : v.toLocaleString("en")) }, ...series],
   }, [chart.x, ...chart.series.map((s) => s.values)], element);
