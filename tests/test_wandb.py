@@ -144,6 +144,16 @@ def test_sigterm_loses_nothing(run_dir, env):
     assert min(later - earlier for earlier, later in zip(times[:-1], times[1:], strict=True)) > 0.0015
 
 
+def test_sigterm_loses_nothing_in_a_rank_that_cannot_react(run_dir, env):
+    process = subprocess.Popen(tracked.command(run_dir, 20, 0.0, "stuck"), env=env, stdout=subprocess.DEVNULL)
+    tracked.wait_for_step(run_dir, 20)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    overview, rows = tracked.leet(run_dir, env)
+    assert (overview["state"], len(rows)) == ("failed", 21)
+    assert tracked.result(run_dir)["status"] == "interrupted" and (run_dir / "report.html").exists()
+
+
 def test_sigkill_loses_at_most_the_last_second(run_dir, env):
     process = subprocess.Popen(tracked.command(run_dir, 20, 0.0, "hang"), env=env, stdout=subprocess.DEVNULL)
     tracked.wait_for_step(run_dir, 20)

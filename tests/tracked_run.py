@@ -1,9 +1,12 @@
 """A run without a model, for the tests of tracking: python tracked_run.py RUN_DIR STEPS STEP_S [END].
 
-END is what happens after the last step: nothing, `raise`, `oom`, `nan`, or `hang` (to be ended by a signal).
+END is what happens after the last step: nothing, `raise`, `oom`, `nan`, `hang` (to be ended by a signal), or `stuck`
+(in a call that no signal interrupts, as a collective is whose peers are gone).
 """
 
+import ctypes
 import math
+import signal
 import sys
 import time
 from pathlib import Path
@@ -39,6 +42,7 @@ def main(run_dir: Path, steps: int, step_s: float, end: str) -> None:
     meter = Meter(frozen.cfg, 1, flops_per_token=1e6, peak_tflops=2.0)
     try:
         with Tracker(frozen, run_dir, FACTS) as tracker:
+            rank_process.last_words(tracker.last_words)
             tracker.log(0, {"val/loss": 5.5})
             for step in range(1, steps + 1):
                 time.sleep(step_s)
@@ -50,6 +54,9 @@ def main(run_dir: Path, steps: int, step_s: float, end: str) -> None:
             if end == "nan":
                 tracker.log(steps + 1, {"val/loss": math.nan})
                 return
+            if end == "stuck":
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+                ctypes.CDLL(None).sleep(60)
             while end == "hang":
                 time.sleep(0.05)
             tracker.log(steps, {"val/loss": 2.25})
