@@ -75,7 +75,9 @@ class Bare:
         config = dataclasses.replace(config, clip_grad=cfg.clip.max_norm)
         self.optimizer = get_megatron_optimizer(config, [self.chunk], use_gloo_process_groups=False)
         wrap.connect([self.chunk], self.optimizer, cfg)
-        self.batches = list(torch.randint(0, cfg.model.vocab, (t.global_batch // t.micro_batch, t.micro_batch, t.seq_len)))
+        self.batches = list(
+            torch.randint(0, cfg.model.vocab, (t.global_batch // t.micro_batch, t.micro_batch, t.seq_len))
+        )
         self.positions = torch.arange(t.seq_len).unsqueeze(0)
         self.forward_backward = get_forward_backward_func()
         self.ready = True

@@ -1,7 +1,8 @@
 """Does this machine compute correctly? The untrained model's loss on fixed tokens against a figure that ships.
 
-The figure depends on nothing but the model, the seed and the shape of a global batch: initial weights are a function of those
-and the tokens are `data=mock`'s. So it holds under every layout and on every device, to the precision of the format.
+The figure depends on nothing but the model, the seed and the shape of a global batch: initial weights are a function of
+those and the tokens are those of `data=mock`. So it holds under every layout and on every device, to the precision of
+the format.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Forward and backward pass over a global batch by Megatron's pipeline schedule, and the loss that everyone agrees on."""
+"""Forward and backward pass over a global batch by Megatron's pipeline schedule, and the loss that all agree on."""
 
 import functools
 

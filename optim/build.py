@@ -1,5 +1,6 @@
 """Megatron-core's optimizer and learning-rate schedule, from the configuration."""
 
+import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -21,10 +22,9 @@ def optimizer(cfg: Config, chunks):
     Weight decay goes to matrices only. Clipping is left to optim/clip.py, so that the norm is known in every case.
     """
     o, p = cfg.optimizer, cfg.precision
-    adam = o.name in (OptimizerName.adam, OptimizerName.adamw)
     scale = p.loss_scale if isinstance(p.loss_scale, (int, float)) else None
     config = OptimizerConfig(
-        optimizer="adam" if adam else "sgd",
+        optimizer="adam",
         decoupled_weight_decay=o.name is OptimizerName.adamw,
         lr=o.lr,
         min_lr=o.lr * cfg.schedule.final_share,
@@ -32,7 +32,6 @@ def optimizer(cfg: Config, chunks):
         adam_beta1=o.beta1,
         adam_beta2=o.beta2,
         adam_eps=o.eps,
-        sgd_momentum=o.momentum if o.name is OptimizerName.momentum else 0.0,
         fp16=p.params is Format.fp16,
         bf16=p.params is Format.bf16,
         params_dtype=DTYPES[p.params],
@@ -45,7 +44,33 @@ def optimizer(cfg: Config, chunks):
         overlap_param_gather=cfg.parallel.overlap and cfg.parallel.zero >= 1,
         clip_grad=0.0,
     )
-    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    wrapped = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    if o.name in RULES:
+        _replace_rule(wrapped, lambda parameters: RULES[o.name](parameters, o))
+    return wrapped
+
+
+# Rules that Megatron's distributed optimizer would refuse to build by itself; it runs any torch optimizer.
+RULES = {
+    OptimizerName.sgd: lambda parameters, o: torch.optim.SGD(parameters, lr=o.lr),
+    OptimizerName.momentum: lambda parameters, o: torch.optim.SGD(parameters, lr=o.lr, momentum=o.momentum),
+}
+
+
+def _replace_rule(wrapped, make) -> None:
+    """Put another torch optimizer into Megatron's wrapping, over the same parameters and the very same groups.
+
+    The groups must stay the objects they are: the wrapping swaps master weights and shards in and out of them.
+    """
+    for part in getattr(wrapped, "chained_optimizers", [wrapped]):
+        groups = part.optimizer.param_groups
+        # Made over nothing: a shard is a view of the weights, which torch refuses at this place and only here.
+        rule = make([torch.nn.Parameter(torch.empty(0))])
+        for group in groups:
+            for name, value in rule.defaults.items():
+                group.setdefault(name, value)
+        rule.param_groups = groups
+        part.optimizer = rule
 
 
 def schedule(cfg: Config, optimizer) -> OptimizerParamScheduler:

@@ -28,7 +28,7 @@ def model_chunks(cfg: Config, device: torch.device) -> list[torch.nn.Module]:
 
 
 def wrap(cfg: Config, chunk: torch.nn.Module, device: torch.device, is_first: bool) -> torch.nn.Module:
-    """Wrap one chunk. Buckets are only for the first chunk of a rank: the others' reduction is off the critical path."""
+    """Wrap one chunk. Only the first chunk of a rank is cut into buckets: the others are off the critical path."""
     p = cfg.parallel
     ddp = ddp_config(cfg)
     if p.zero >= 2:
@@ -48,9 +48,7 @@ def wrap(cfg: Config, chunk: torch.nn.Module, device: torch.device, is_first: bo
             ddp,
             expert_data_parallel_world_size=group.size(),
         )
-    return DistributedDataParallel(
-        chunk.config, ddp, chunk, disable_bucketing=not is_first, full_param_layout=layout
-    )
+    return DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=not is_first, full_param_layout=layout)
 
 
 def _as_cuda(device: torch.device) -> torch.device:

@@ -34,7 +34,7 @@ def dense_peak(cfg: Config) -> dict | None:
         return _measure(compute)
     name = torch.cuda.get_device_name()
     for cluster in [cfg.cluster, *map(OmegaConf.load, sorted(CLUSTERS.glob("*.yaml")))]:
-        if cluster.device and cluster.device in name and compute.value in cluster.peak_tflops:
+        if cluster.device == name and compute.value in cluster.peak_tflops:
             kind = f"dense {compute.value.upper()}"
             return {
                 "tflops": cluster.peak_tflops[compute.value],

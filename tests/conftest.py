@@ -1,12 +1,17 @@
 """What the tests share: the program as a user starts it, in a folder of its own, with and without GPUs in sight."""
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
+
+from conf.schema import Config
+from parallel import compose
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -40,3 +45,30 @@ def eight_gpus(tmp_path: Path, plain_env: dict[str, str]) -> dict[str, str]:
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{lines}")
     (folder / "nvidia-smi").chmod(0o755)
     return {"PATH": f"{folder}{os.pathsep}{plain_env['PATH']}", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+
+
+@pytest.fixture
+def cfg_of() -> Callable[..., Config]:
+    """`cfg_of("model=tiny")` is the checked configuration that a rank would read."""
+
+    def config(*overrides: str) -> Config:
+        composed, *_ = compose.compose(["launch.device=cpu", "parallel=single", *overrides])
+        return OmegaConf.to_object(compose.check(composed))
+
+    return config
+
+
+@pytest.fixture(scope="session")
+def single_rank() -> None:
+    """This process as the only rank of a run on the CPU: Megatron-core can be used, with the stand-in installed."""
+    from parallel import groups, quiet
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    quiet.libraries()
+    composed, *_ = compose.compose(["launch.device=cpu", "parallel=single"])
+    groups.start(OmegaConf.to_object(compose.check(composed)))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]

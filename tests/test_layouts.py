@@ -30,7 +30,10 @@ AGREE = {
         "parallel=single,tp2_pp2,pp2_zero3,tp2_zero3 precision=fp32",
         ["tp2_pp2", "pp2_zero3", "tp2_zero3"],
     ),
-    "FP16 with dynamic loss scaling": ("parallel=single,tp2,pp2,zero1,zero3 precision=fp16", ["tp2", "pp2", "zero1", "zero3"]),
+    "FP16 with dynamic loss scaling": (
+        "parallel=single,tp2,pp2,zero1,zero3 precision=fp16",
+        ["tp2", "pp2", "zero1", "zero3"],
+    ),
 }
 
 
