@@ -177,6 +177,16 @@ def test_a_loss_that_is_not_finite_makes_the_run_nan(tmp_path, env):
     assert found["val_loss_final"] == "NaN" and found["val_loss_best"] == 5.5
 
 
+def test_a_run_without_any_finite_loss_has_no_best_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    with Tracker(tracked.point(tmp_path / "run"), tmp_path / "run", FACTS) as tracker:
+        tracker.log(0, {"val/loss": float("nan")})
+    found = tracked.result(tmp_path / "run")
+    assert found["status"] == "nan" and found["val_loss_best"] is None and found["val_loss_final"] == "NaN"
+    said = capsys.readouterr().out
+    assert "nan at the start, nan at the end" in said and "at best" not in said and "try next" not in said
+
+
 @pytest.mark.parametrize(
     "error, outcome",
     [

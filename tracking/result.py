@@ -54,10 +54,10 @@ class Summary:
             if name not in metrics:
                 continue
             value = metrics[name]
-            seen = self.losses.setdefault(name, {"start": value, "best": math.inf})
+            seen = self.losses.setdefault(name, {"start": value, "best": None})
             seen["final"] = value
             if finite(value):
-                seen["best"] = min(seen["best"], value)
+                seen["best"] = value if seen["best"] is None else min(seen["best"], value)
             elif self.first_nonfinite_step is None:
                 self.first_nonfinite_step = step
 

@@ -147,7 +147,8 @@ class Tracker:
         rows = []
         if outcome["val_loss_start"] is not None:
             start, final, best = (outcome[f"val_loss_{which}"] for which in ("start", "final", "best"))
-            rows.append(("val loss", f"{start:.4f} at the start, {final:.4f} at the end, {best:.4f} at best"))
+            at_best = "" if best is None else f", {best:.4f} at best"
+            rows.append(("val loss", f"{start:.4f} at the start, {final:.4f} at the end{at_best}"))
         if outcome["tokens_per_s"] is not None:
             mfu = f", MFU {outcome['mfu']:.0%} of {self.console.peak}" if outcome["mfu"] is not None else ""
             rows.append(("speed", f"{outcome['tokens_per_s']:,.0f} tokens/s{mfu}"))
@@ -155,7 +156,8 @@ class Tracker:
         if self.wandb.folder:
             folder = short(self.wandb.folder)
             rows.append(("W&B", f"wandb leet {folder}\n" + (self.wandb.url or f"wandb sync {folder}")))
-        rows.append(("try next", "\n".join(TRY_NEXT)))
+        if outcome["status"] == "ok":
+            rows.append(("try next", "\n".join(TRY_NEXT)))
         cause = f": {outcome['cause']}" if outcome["cause"] else ""
         self.console.block(f"{outcome['status']} after {took}{cause}", rows)
         if page:
