@@ -289,6 +289,14 @@ def test_on_a_terminal_a_bar_shows_progress(tmp_path, env):
     assert shown.strip().splitlines()[-1].strip() == "run/report.html"
 
 
+def test_a_sample_cannot_command_the_terminal(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    with Tracker(tracked.point(tmp_path / "run"), tmp_path / "run", FACTS) as tracker:
+        tracker.sample("def ", "\x1b[2J\x07 f():\n\treturn")
+    assert "  | def \ufffd[2J\ufffd f():\n  | \treturn\n" in capsys.readouterr().out
+    assert tracked.result(tmp_path / "run")["sample"]["text"] == "\x1b[2J\x07 f():\n\treturn"
+
+
 def test_tracking_needs_neither_torch_nor_wandb_to_be_imported():
     code = "import sys, tracking.tracker, tracking.report; sys.exit(bool({'torch', 'wandb'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0

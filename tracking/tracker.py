@@ -76,7 +76,9 @@ class Tracker:
         self.extra["sample"] = {"prompt": prompt, "text": text}
         self.console.close()
         self.console.block("The model writes:", [])
-        self.console.print("\n".join("  | " + line for line in (prompt + text).splitlines()))
+        # A model of bytes may write control characters, which a terminal would obey.
+        shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in prompt + text)
+        self.console.print("\n".join("  | " + line for line in shown.splitlines()))
 
     def verdict(self, sentence: str) -> None:
         """Shows and keeps what the expected loss says about this run."""
