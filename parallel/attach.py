@@ -13,7 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 
 from parallel import environment, frozen, heartbeat, rank_process
-from parallel.devices import visible_gpus
 
 ANSWER_S = 300.0  # ranks of a large job start minutes apart
 SHARED_S = 60.0  # until a file written on one node is seen on another
@@ -102,7 +101,7 @@ def _decide(argv: list[str], world_size: int) -> Path | None:
             )
         cfg, choices, overrides, run_dir = compose.compose(argv)
         resolved = compose.check(cfg, world_size)
-        for note in rules.notes(resolved, visible_gpus()):
+        for note in rules.notes(resolved, rules.visible_gpus()):
             print(f"note: {note}")
         run_dir = run_dir.absolute()
         compose.freeze(resolved, run_dir, choices, overrides)
@@ -128,7 +127,7 @@ def _set_up(run_dir: Path, rank: int, world_size: int) -> None:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1":
         del os.environ["OMP_NUM_THREADS"]  # torchrun's own default, whatever the machine has
-    wanted = environment.rank_environment(point.cfg, visible_gpus(), world_size, local)
+    wanted = environment.rank_environment(point.cfg, world_size, local)
     complete = environment.apply(wanted, dict(os.environ))
     for name in set(os.environ) - set(complete):
         del os.environ[name]

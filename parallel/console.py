@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 
 _CONTROL = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
+_UP = b"\x1b[1A"
+_HELD = 8  # lines of a progress bar at most
 _SHOW_CURSOR = b"\x1b[?25h"
 _CHUNK = 4096  # bytes a pipe takes without blocking once it is writable (PIPE_BUF)
 
@@ -36,6 +38,8 @@ class _Stream:
         self.open = True
         self.pending = b""  # read from the rank, not yet written to the console
         self.line = b""  # the unfinished line of the log
+        self.held: list[bytes] = []  # finished ones that may still be overwritten
+        self.hold = 0
 
     def resize(self) -> None:
         if self.terminal:
@@ -51,13 +55,23 @@ class _Stream:
         return data
 
     def plain(self, data: bytes, end: bool = False) -> bytes:
-        """Lines completed by `data`, as they looked in the end: no control sequences, nothing overwritten by `\\r`."""
+        """Lines completed by `data`, as they looked in the end: no control sequences, nothing that was overwritten.
+
+        Once the rank has gone back up over lines (a progress bar of several lines), the last few are held back.
+        """
         *lines, rest = (self.line + data).split(b"\n")
         if end and rest:
             lines, rest = [*lines, rest], b""
         kept = rest.rstrip(b"\r").rpartition(b"\r")[2]
         self.line = kept + b"\r" if rest.endswith(b"\r") else kept
-        return b"".join(_CONTROL.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2]) + b"\n" for line in lines)
+        for line in lines:
+            if ups := line.count(_UP):
+                self.hold = _HELD
+                del self.held[-ups:]
+            self.held.append(_CONTROL.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2]) + b"\n")
+        sure = len(self.held) if end else max(0, len(self.held) - self.hold)
+        done, self.held = self.held[:sure], self.held[sure:]
+        return b"".join(done)
 
 
 class Console:

@@ -7,17 +7,15 @@ from conf.schema import Config, Device
 from parallel.host import cores
 
 
-def rank_environment(
-    cfg: Config, gpus: int, world_size: int, local_world_size: int | None = None
-) -> dict[str, str | None]:
+def rank_environment(cfg: Config, world_size: int, local_world_size: int | None = None) -> dict[str, str | None]:
     """Variables for every rank of this machine; None means that the variable must not be set.
 
-    gpus: visible GPUs of this machine. local_world_size: ranks on this machine, all of them by default.
+    cfg: resolved, so its launch.device is cpu or cuda. local_world_size: ranks on this machine, all of them by default.
     `parallel.env` wins over everything here; what the user's shell says about threads wins over the default.
     """
     local = local_world_size or world_size
     env: dict[str, str | None] = {}
-    on_gpu = gpus > 0 and cfg.launch.device is not Device.cpu
+    on_gpu = cfg.launch.device is Device.cuda
     if not on_gpu:
         env["CUDA_VISIBLE_DEVICES"] = ""  # a device that no rank may use must not be initialised by accident
     # Every rank would start one thread a core: eight ranks on two cores then spend their time switching.

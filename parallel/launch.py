@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from parallel import environment, rules
+from parallel import environment
 from parallel.failure import first_cause, oom_kills
 from parallel.heartbeat import LOOK_S, Watch
 from parallel.ranks import Ranks
@@ -47,7 +47,7 @@ def run(run_dir: str | Path, frozen, entry: list[str] | None = None) -> None:
     ranks = Ranks(run_dir / "ranks")
     with _Signals() as signals:
         try:
-            env = environment.rank_environment(frozen.cfg, rules.visible_gpus(), frozen.world_size)
+            env = environment.rank_environment(frozen.cfg, frozen.world_size)
             ranks.start(entry, frozen.world_size, env)
             late = _wait(ranks, watch, signals, frozen.cfg.train.timeout_s)
         finally:

@@ -143,8 +143,8 @@ def run(main: Callable, *args) -> None:
         main(*args)
         return
     except Stopped as stopped:
-        code = 128 + stopped.signum
-        report = str(stopped)
+        # Rank 0's tracker has said so on the console.
+        code, report = 128 + stopped.signum, str(stopped) if os.environ.get("RANK") != "0" else ""
     except Exception as error:
         for signum in STOP_SIGNALS:  # the launcher stops everybody as soon as one fails; let this report be written
             signal.signal(signum, signal.SIG_IGN)

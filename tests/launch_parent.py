@@ -3,6 +3,7 @@
 Usage: launch_parent.py RUN_DIR SCENARIO WORLD_SIZE [TIMEOUT_S [GRACE_S]]
 """
 
+import functools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ cfg.parallel.env = {"FROM_PARALLEL_ENV": "yes"}
 cfg.launch.device = Device.cpu
 if rest[1:]:
     ranks.GRACE_S = float(rest[1])
+launch.Watch = functools.partial(launch.Watch, quiet_s=1.0)
 entry = [sys.executable, "-u", str(Path(__file__).with_name("launch_rank.py")), scenario, run_dir]
 try:
     launch.run(run_dir, SimpleNamespace(cfg=cfg, world_size=int(world_size)), entry)

@@ -45,8 +45,13 @@ def ok():
 
 
 def progress():
+    """Progress bars of one line, then of two, as terminals show them: each state is drawn over the one before."""
     for done in range(0, 101, 5):
         print(f"\r\x1b[2K\x1b[32m{done} %\x1b[0m", end="", flush=True)
+        time.sleep(0.01)
+    print("\nfirst\nbar\ndetail", end="")
+    for done in range(20):
+        print(f"\r\x1b[2K\x1b[1A\x1b[2Kbar {done}\ndetail {done}", end="", flush=True)
         time.sleep(0.01)
     print("\nfinished")
 

@@ -114,7 +114,7 @@ def test_a_terminal_stays_a_terminal_and_the_log_stays_readable(start):
         outputs.append(os.read(seen, 100000).decode())
     assert "terminal (99, 33)" in outputs[0]
     assert "\r\x1b[2K\x1b[32m50 %" in outputs[1]
-    assert job.log(0) == "100 %\nfinished\n"
+    assert job.log(0) == "100 %\nfirst\nbar 19\ndetail 19\nfinished\n"
 
 
 def test_a_reader_that_leaves_does_not_end_the_run(start):
@@ -203,6 +203,16 @@ def test_a_run_that_hangs_is_stopped_and_the_rank_behind_is_named(start):
     assert "tests/launch_rank.py:" in last and "stand_still; rank 0 in 'step 7'" in last
     assert (job.dir / "last_words0").read_text() == str(int(signal.SIGTERM))
     assert job.result()["status"] == "timeout" and not job.left()
+
+
+def test_when_nothing_moves_the_rank_behind_is_named(start):
+    job = start("stuck", 2)
+    for line in job.parent.stderr:  # a slow start may be reported first
+        if b"rank 1 in 'step 6'" in line:
+            break
+    assert line.startswith(b"nothing has moved for ") and b"tests/launch_rank.py:" in line and b"stand_still;" in line
+    job.parent.terminate()
+    assert job.end()[0] == 143 and not job.left()
 
 
 def test_a_rank_that_hears_nothing_is_killed(start):
