@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from parallel import rank_process
+from parallel import memory, rank_process
 from parallel.attach import attach, attached
 from parallel.compose import command_line
 from parallel.frozen import load
@@ -24,6 +24,8 @@ def start(run_dir: Path, frozen) -> int:
         launch.run(run_dir, frozen)
     except launch.JobFailed as failure:
         print(f"\n{failure.status}: {failure}", file=sys.stderr)
+        if failure.status == "oom":
+            print(memory.advice(frozen.cfg), file=sys.stderr)
         return 1
     return 0
 

@@ -1,7 +1,10 @@
-"""How many parameters a model has and how many floating-point operations a token costs, by arithmetic alone."""
+"""How many parameters a model has and how many floating-point operations a token costs, by arithmetic alone.
+
+Nothing here imports torch.
+"""
 
 from conf.schema import Activation, FlopRule, Model, Norm, Position
-from models.gpt import padded_vocab
+from parallel.resolve import padded_vocab
 
 
 def parameters(m: Model, vocab: int | None = None) -> int:

@@ -7,18 +7,9 @@ import torch
 from conf.schema import Activation, Config, Format, Norm, Position, Recompute
 from models.attention import CoreAttention
 from models.norm import LayerNorm, RMSNorm
+from parallel.resolve import padded_vocab
 
 DTYPES = {Format.fp32: torch.float32, Format.bf16: torch.bfloat16, Format.fp16: torch.float16}
-
-
-def padded_vocab(model) -> int:
-    """Vocabulary padded to a multiple of `model.vocab_multiple`: the same under every layout."""
-    return -(-model.vocab // model.vocab_multiple) * model.vocab_multiple
-
-
-def head_dim(model) -> int:
-    """Width of one attention head."""
-    return model.hidden // model.heads
 
 
 def transformer_config(cfg: Config):
@@ -39,7 +30,7 @@ def transformer_config(cfg: Config):
         ffn_hidden_size=m.ffn_hidden,
         num_attention_heads=m.heads,
         num_query_groups=m.kv_heads,
-        kv_channels=head_dim(m),
+        kv_channels=m.hidden // m.heads,
         normalization="RMSNorm" if m.norm is Norm.rmsnorm else "LayerNorm",
         layernorm_epsilon=m.norm_eps,
         gated_linear_unit=swiglu,

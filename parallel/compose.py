@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from conf.schema import Config
-from parallel import overrides, rules
+from parallel import memory, overrides, rules
 from parallel.frozen import FILE, Frozen, freeze, load
 
 __all__ = [
@@ -76,9 +76,12 @@ def check(cfg: DictConfig, world: int | None = None) -> DictConfig:
         raise Refused([f"{key} has no value: choose an option of its group or set it." for key in missing])
     gpus = rules.visible_gpus()
     found = rules.problems(cfg, gpus, world)
-    if found:
-        raise Refused(found)
-    return rules.resolve(cfg, gpus, world)
+    _refuse(found)
+    resolved = rules.resolve(cfg, gpus, world)
+    if world is None:
+        # Only of a configuration that is legal otherwise can be said what it needs.
+        _refuse(memory.problems(resolved))
+    return resolved
 
 
 def compose(argv: list[str]) -> tuple[DictConfig, dict[str, str], list[str], Path]:

@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from conf.schema import Config, OptimizerName
-from models.gpt import DTYPES
-
-_MOMENTS = {OptimizerName.sgd: 0, OptimizerName.momentum: 1, OptimizerName.adam: 2, OptimizerName.adamw: 2}
+from conf.schema import Config
+from parallel import host
+from parallel.memory import state_gib
 
 
 def rank_map(cfg: Config) -> str:
@@ -42,16 +41,6 @@ def parameters_here(chunks) -> int:
     return sum(p.numel() for chunk in chunks for p in chunk.parameters())
 
 
-def state_gib(cfg: Config, parameters: int) -> float:
-    """Weights, gradients, master weights and moments of one rank with so many parameters, in GiB, by arithmetic."""
-    p, precision, dp = cfg.parallel, cfg.precision, cfg.parallel.dp * cfg.parallel.cp
-    weights = DTYPES[precision.params].itemsize / (dp if p.zero >= 3 else 1)
-    gradients = DTYPES[precision.grad_reduce].itemsize / (dp if p.zero >= 2 else 1)
-    master = 0 if precision.params == precision.main_params else DTYPES[precision.main_params].itemsize
-    state = (master + 4 * _MOMENTS[cfg.optimizer.name]) / (dp if p.zero >= 1 else 1)
-    return parameters * (weights + gradients + state) / 2**30
-
-
 def memory_note(cfg: Config, chunks) -> str:
     """Model state of the fullest rank against what its device has, and whether that can work. Every rank must call."""
     largest = torch.tensor([parameters_here(chunks)], dtype=torch.long, device="cuda")
@@ -67,7 +56,7 @@ def memory_note(cfg: Config, chunks) -> str:
 def _device_gib() -> float:
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return host.memory()[0] / 2**30
 
 
 def peak_gib() -> float:

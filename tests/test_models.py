@@ -4,11 +4,13 @@ import hashlib
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from conf.schema import Attention, FlopRule
 from models import flops
 from models.attention import CoreAttention
 from models.init import fill_
+from parallel import compose
 
 # Parameters with the vocabulary before padding. Sources: the model cards and papers of each.
 PUBLISHED = {
@@ -22,8 +24,9 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_named_model_has_its_published_size(name, cfg_of):
-    shape = cfg_of(f"model={name}").model
+def test_a_named_model_has_its_published_size(name):
+    cfg, *_ = compose.compose([f"model={name}"])
+    shape = OmegaConf.to_object(cfg.model)
     assert flops.parameters(shape, shape.vocab) == PUBLISHED[name]
 
 
@@ -142,3 +145,10 @@ def test_flash_attn_without_a_gpu_is_refused_with_the_reason():
     with pytest.raises(RuntimeError, match="no GPU.*model.attention=sdpa"):
         choose(Attention.flash_attn)
     assert choose(Attention.auto)[0] is Attention.sdpa
+
+
+def test_a_model_too_large_for_this_machine_is_refused_before_it_starts(train, tmp_path):
+    done = train("model=llama2_13b", "parallel=tp4_pp2", "precision=bf16", "clip=0.1")
+    assert done.returncode == 2
+    assert "needs 218 GiB for weights, gradients and optimizer state" in done.stderr and "model=tiny" in done.stderr
+    assert not (tmp_path / "runs").exists()
