@@ -6,22 +6,31 @@ file once for each rank. `rank` below is what each of them does, from top to bot
 
 import math
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
 
 from parallel import memory, rank_process
 from parallel.attach import attach, attached
-from parallel.compose import command_line
+from parallel.compose import command_line, tell
 from parallel.frozen import load
 
 
 def start(run_dir: Path, frozen) -> int:
     """Start the ranks of one point and wait for them; the exit code."""
+    from data.batches import BadData
+    from data.batches import load as load_corpus
     from parallel import launch
+    from tracking import result
 
     try:
+        # Read here too, so that an unusable text costs a sentence and not the start of all ranks.
+        load_corpus(frozen.cfg)
         launch.run(run_dir, frozen)
+    except BadData as problem:
+        result.complete(run_dir, "failed", str(problem))
+        return tell([str(problem)])
     except launch.JobFailed as failure:
         print(f"\n{failure.status}: {failure}", file=sys.stderr)
         if failure.status == "oom":
@@ -76,7 +85,7 @@ def rank(run_dir: Path) -> None:
         "device": f"{frozen.world_size} × {peak.device_name()}",
         "peak": best,
         "rank_map": facts.rank_map(cfg),
-        "run_command": " ".join(["python train.py", *frozen.overrides]),
+        "run_command": "python train.py " + shlex.join(frozen.overrides),
         "data": corpus.facts,
         "notes": {"memory": facts.memory_note(cfg, chunks), "attention": attention_note, **setup.notes(cfg)},
     }
@@ -103,6 +112,7 @@ def rank(run_dir: Path) -> None:
             scale = optimizer.get_loss_scale().item()
             train_loss = loss.run(chunks, micro_batches, cfg.train, backward=True)
             if not math.isfinite(train_loss):
+                tracker.log(step, {"tokens": step * tokens_per_step, "train/loss": train_loss})
                 raise FloatingPointError(f"the loss is {train_loss} in step {step}, before the update")
             update = clip.step(optimizer, cfg.clip)
 
