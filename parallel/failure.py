@@ -73,6 +73,8 @@ def _recorded(file: Path) -> tuple[str | None, float]:
 def _told(end: Ended, log: Path) -> str:
     """What the exit code says, after the error line of a traceback at the end of the log when there is one."""
     code = f"killed by {signal.Signals(-end.code).name}" if end.code < 0 else f"exit code {end.code}"
+    if end.code - 128 in (signal.SIGTERM, signal.SIGINT):  # parallel.rank_process ends a stopped rank like this
+        return f"stopped from outside by {signal.Signals(end.code - 128).name}"
     text = log.read_bytes()[-_TAIL:].decode(errors="replace") if log.exists() else ""
     _, traceback, after = text.rpartition("Traceback (most recent call last):")
     if traceback:

@@ -17,6 +17,7 @@ from parallel.heartbeat import LOOK_S, Watch
 from parallel.ranks import Ranks
 
 TICK_S = 0.1
+AGAIN_S = 0.5  # a second signal sooner than this is the first one, delivered twice
 _TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -36,7 +37,7 @@ def run(run_dir: str | Path, frozen, entry: list[str] | None = None) -> None:
     of a rank, by default `train.py --rank RUN_DIR`.
 
     Raises JobFailed (a rank failed, or train.timeout_s passed), KeyboardInterrupt (SIGINT) or SystemExit(128 + n)
-    (another signal n). In each of these cases result.json has been completed with status and cause.
+    (another signal n). Whenever the ranks did not end well, result.json has been completed with status and cause.
     """
     from tracking import result
 
@@ -50,21 +51,23 @@ def run(run_dir: str | Path, frozen, entry: list[str] | None = None) -> None:
             env = environment.rank_environment(frozen.cfg, frozen.world_size)
             ranks.start(entry, frozen.world_size, env)
             late = _wait(ranks, watch, signals, frozen.cfg.train.timeout_s)
+            asked = signals.first  # a signal that comes later finds a run that has ended by itself
         finally:
-            ranks.end(in_haste=lambda: signals.count > 1)
-    if signals.first:
-        result.complete(run_dir, "interrupted", f"stopped by {signal.Signals(signals.first).name}")
-        raise KeyboardInterrupt if signals.first == signal.SIGINT else SystemExit(128 + signals.first)
-    if late is not None:
-        status = "timeout"
-        cause = f"not finished after train.timeout_s={frozen.cfg.train.timeout_s:g}; {late}"
+            stopped = ranks.end(in_haste=signals.insisted)
+    status = cause = None
+    if asked and (stopped or ranks.failed):
+        status, cause = "interrupted", f"stopped by {signal.Signals(asked).name}"
+    elif late is not None:
+        status, cause = "timeout", f"not finished after train.timeout_s={frozen.cfg.train.timeout_s:g}; {late}"
     elif ranks.failed:
         found = first_cause(ranks.failed, run_dir / "ranks", kills)
         status, cause = found.status, found.line
-    else:
-        return
-    result.complete(run_dir, status, cause)
-    raise JobFailed(cause, status)
+    if status:
+        result.complete(run_dir, status, cause)
+    if signals.first:
+        raise KeyboardInterrupt if signals.first == signal.SIGINT else SystemExit(128 + signals.first)
+    if status:
+        raise JobFailed(cause, status)
 
 
 def _wait(ranks: Ranks, watch: Watch, signals: "_Signals", timeout_s: float | None) -> str | None:
@@ -88,7 +91,7 @@ class _Signals:
 
     def __init__(self):
         self.first: int | None = None
-        self.count = 0
+        self._first_at = self._last_at = 0.0
         self._old = {}
 
     def __enter__(self):
@@ -98,12 +101,16 @@ class _Signals:
                     self._old[signum] = signal.signal(signum, self._remember)
         return self
 
+    def insisted(self) -> bool:
+        """Whether somebody asked again. `timeout` and others send one signal twice, to the process and to its group."""
+        return self._last_at - self._first_at > AGAIN_S
+
     def _remember(self, signum, frame):
+        self._last_at = time.monotonic()
         if self.first is None:
-            self.first = signum
+            self.first, self._first_at = signum, self._last_at
             with contextlib.suppress(OSError):  # a terminal that was closed; print() is not for signal handlers
                 os.write(2, b"\nstopping the ranks; once more to stop them at once\n")
-        self.count += 1
 
     def __exit__(self, *exc):
         for signum, handler in self._old.items():

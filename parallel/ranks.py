@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from parallel import environment, rank_process, stacks
@@ -95,8 +96,11 @@ class Ranks:
                 failed.append(Ended(rank, code, time.time()))
         return bool(ended)
 
-    def end(self, in_haste) -> None:
-        """Stop what still runs: SIGTERM, after GRACE_S (or as soon as `in_haste()` is true) SIGKILL, helpers too."""
+    def end(self, in_haste: Callable[[], bool]) -> bool:
+        """Stop what still runs: SIGTERM, after GRACE_S (or as soon as `in_haste()` is true) SIGKILL, helpers too.
+
+        True when a rank was still running.
+        """
         stopped_at = time.time()
         late: list[Ended] = []
         for process in self._alive.values():
@@ -118,6 +122,7 @@ class Ranks:
         self.failed += [end for end in late if _written_before(self._error_file(end.rank), stopped_at)]
         self._console.close(patience_s=LEFTOVER_S if stopping else None)
         self._port.close()
+        return stopping
 
     def _helpers(self) -> list[int]:
         """Sessions of ranks in which some process is still there."""

@@ -17,8 +17,9 @@ def answer() -> None:
     """A rank's side: from now on, write the stacks of all threads to the file that the parent named, when asked."""
     global _file
     if path := os.environ.get(FILE_VARIABLE):
-        _file = open(path, "a")
+        _file = open(f"{path}.tmp", "a")
         faulthandler.register(_SIGNAL, file=_file, all_threads=True)
+        os.rename(_file.name, path)  # only now may we be asked
 
 
 def ask(pid: int, file: Path) -> None:

@@ -59,6 +59,9 @@ class Job:
             except OSError:
                 continue
 
+    def pid_of(self, rank: int) -> int:
+        return next(pid for pid in self._pids() if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text())
+
     def log(self, rank: int) -> str:
         return (self.dir / "ranks" / f"rank{rank}.log").read_text()
 
@@ -155,9 +158,7 @@ def test_the_first_cause_is_named_in_one_line(start, scenario, status, words):
 def test_a_killed_rank_is_named_and_the_others_end(start):
     job = start("works", 2)
     job.wait_for("ready0", "ready1")
-    pids = {pid for pid in job._pids() if pid != job.parent.pid}
-    victim = next(pid for pid in pids if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
-    os.kill(victim, signal.SIGKILL)
+    os.kill(job.pid_of(1), signal.SIGKILL)
     code, _, err = job.end()
     assert code == 1 and "rank 1: killed by SIGKILL" in err.splitlines()[-1] and not job.left()
     assert (job.dir / "closed0").exists()
@@ -226,8 +227,36 @@ def test_a_second_ctrl_c_does_not_wait(start):
     job.wait_for("ready0")
     job.parent.send_signal(signal.SIGINT)
     assert b"once more" in job.parent.stderr.readline() + job.parent.stderr.readline()
+    time.sleep(1)
     job.parent.send_signal(signal.SIGINT)
     assert job.end()[0] == -signal.SIGINT and not job.left()
+
+
+def test_one_signal_delivered_twice_leaves_time_to_close(start):
+    job = start("works", 2)
+    job.wait_for("ready0", "ready1")
+    job.parent.send_signal(signal.SIGTERM)
+    time.sleep(0.05)
+    job.parent.send_signal(signal.SIGTERM)
+    assert job.end()[0] == 143 and not job.left()
+    assert (job.dir / "closed0").exists() and (job.dir / "closed1").exists()
+
+
+def test_signals_to_all_processes_at_once_are_an_interruption(start):
+    job = start("works", 2)
+    job.wait_for("ready0", "ready1")
+    for pid in job._pids():
+        os.kill(pid, signal.SIGTERM)
+    assert job.end()[0] == 143 and not job.left()
+    assert job.result()["status"] == "interrupted"
+
+
+def test_a_rank_stopped_alone_is_named(start):
+    job = start("works", 2)
+    job.wait_for("ready0", "ready1")
+    os.kill(job.pid_of(1), signal.SIGTERM)
+    code, _, err = job.end()
+    assert code == 1 and "rank 1: stopped from outside by SIGTERM" in err.splitlines()[-1] and not job.left()
 
 
 def test_what_a_rank_started_goes_with_it(start):
