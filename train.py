@@ -63,7 +63,7 @@ def rank(run_dir: Path) -> None:
     heartbeat.beat("process groups")
     device = groups.start(cfg)
     setup.apply(cfg)
-    attention_note = attention.install(cfg.model.attention)
+    attention_note = attention.install(cfg.model.attention, cfg.precision.compute)
     heartbeat.beat("model")
     chunks = wrap.model_chunks(cfg, device)
     optimizer = build.optimizer(cfg, chunks)

@@ -18,6 +18,8 @@ STDLIB_LEFT_OUT = set("test tests idle_test encodings pydoc_data site-packages d
 class BadData(Exception):
     """The data cannot be used; the message is one sentence that names the file or key and what is wrong with it."""
 
+    is_sentence = True  # a traceback would add nothing
+
 
 @dataclass
 class Documents:

@@ -6,18 +6,18 @@ Megatron-core's `DotProductAttention` builds the whole score matrix and a mask t
 import torch
 import torch.nn.functional as F
 
-from conf.schema import Attention
+from conf.schema import Attention, Compute
 
 
-def choose(kind: Attention) -> tuple[Attention, str]:
-    """The kernel that `model.attention` stands for on this machine, and the reason in words.
+def choose(kind: Attention, compute: Compute) -> tuple[Attention, str]:
+    """The kernel that `model.attention` stands for on this machine in this format, and the reason in words.
 
     Raises:
         RuntimeError: if flash_attn is asked for where it cannot run.
     """
     if kind not in (Attention.auto, Attention.flash_attn):
         return kind, "as asked for"
-    missing = _flash_attn_missing()
+    missing = _flash_attn_missing(compute)
     if kind is Attention.flash_attn and missing:
         raise RuntimeError(f"model.attention=flash_attn cannot be used: {missing}; use model.attention=sdpa.")
     if missing:
@@ -25,9 +25,11 @@ def choose(kind: Attention) -> tuple[Attention, str]:
     return Attention.flash_attn, "the package and a GPU are there"
 
 
-def _flash_attn_missing() -> str | None:
+def _flash_attn_missing(compute: Compute) -> str | None:
     if not torch.cuda.is_available():
         return "there is no GPU for flash-attn"
+    if compute not in (Compute.bf16, Compute.fp16):
+        return f"flash-attn computes in BF16 and FP16 only, not in {compute.value.upper()}"
     try:
         import flash_attn  # noqa: F401
     except ImportError:
@@ -35,9 +37,9 @@ def _flash_attn_missing() -> str | None:
     return None
 
 
-def install(kind: Attention) -> str:
+def install(kind: Attention, compute: Compute) -> str:
     """Choose the kernel for every model that this process builds; returns the choice and its reason in words."""
-    CoreAttention.kind, reason = choose(kind)
+    CoreAttention.kind, reason = choose(kind, compute)
     return f"{CoreAttention.kind.value} ({reason})"
 
 

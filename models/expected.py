@@ -11,14 +11,14 @@ from dataclasses import asdict
 
 from conf.schema import Compute, Config
 
-TOLERANCE = {Compute.fp32: 1e-5, Compute.tf32: 1e-3, Compute.bf16: 2e-3, Compute.fp16: 1e-3}
+TOLERANCE = {Compute.fp32: 2e-6, Compute.tf32: 1e-3, Compute.bf16: 2e-3, Compute.fp16: 1e-3}
 # Nothing of these changes what an untrained model computes, or it is covered by the tolerance.
 _IRRELEVANT = ("name", "attention", "dropout")
 
 # Loss in FP32 by key(cfg), for the default train.seed, train.seq_len and train.global_batch.
 EXPECTED = {
-    "b55b3a49d4fa857f": 5.59712,  # model=tiny
-    "aa5ccf8659bae466": 5.65214,  # model=small
+    "27920220cc609c1d": 5.5948587,  # model=tiny
+    "a90466d86b5f6b26": 5.6449785,  # model=small
 }
 
 
@@ -50,8 +50,8 @@ def check(cfg: Config, chunks, dp_rank: int, dp_size: int) -> str | None:
     found = measure(cfg, chunks, dp_rank, dp_size)
     away, allowed = abs(found / figure - 1), TOLERANCE[cfg.precision.compute]
     if away <= allowed:
-        return f"This machine computes correctly: the untrained model's loss is {found:.5f}, expected {figure:.5f}."
+        return f"This machine computes correctly: the untrained model's loss is {found:.6f}, expected {figure:.6f}."
     return (
-        f"THIS MACHINE COMPUTES SOMETHING ELSE: the untrained model's loss is {found:.5f}, expected {figure:.5f}; "
+        f"THIS MACHINE COMPUTES SOMETHING ELSE: the untrained model's loss is {found:.6f}, expected {figure:.6f}; "
         f"off by {away:.1e} relative where {allowed:.0e} is allowed for {cfg.precision.compute.value}."
     )

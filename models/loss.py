@@ -13,7 +13,7 @@ from parallel.groups import from_last_stage
 
 
 @functools.cache
-def _positions(seq_len: int) -> torch.Tensor:
+def positions(seq_len: int) -> torch.Tensor:
     return torch.arange(seq_len, device="cuda").unsqueeze(0)
 
 
@@ -21,7 +21,7 @@ def _forward(micro_batches, model):
     """One micro-batch through one chunk; the last chunk's output is the loss of each token, `[batch, seq]`."""
     tokens = next(micro_batches)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    output = model(input_ids=inputs, position_ids=_positions(inputs.shape[1]), attention_mask=None, labels=labels)
+    output = model(input_ids=inputs, position_ids=positions(inputs.shape[1]), attention_mask=None, labels=labels)
     return output, _mean
 
 

@@ -6,12 +6,12 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from models.loss import _positions, evaluating
+from models.loss import positions, evaluating
 
 
 def _logits(tokens, model):
     tokens = next(tokens)
-    output = model(input_ids=tokens, position_ids=_positions(tokens.shape[1]), attention_mask=None)
+    output = model(input_ids=tokens, position_ids=positions(tokens.shape[1]), attention_mask=None)
     return output, None
 
 

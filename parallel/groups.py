@@ -45,6 +45,8 @@ def _device(cfg: Config) -> torch.device:
         cpu_as_cuda.install()
         return torch.device("cpu")
     local_rank = int(os.environ["LOCAL_RANK"])
+    if torch.cuda.device_count() == 1:
+        local_rank = 0  # SLURM can show each task of a node its own GPU only
     if local_rank >= torch.cuda.device_count():
         raise RuntimeError(
             f"Rank {os.environ['RANK']} needs GPU {local_rank} but PyTorch sees {torch.cuda.device_count()}; "

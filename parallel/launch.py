@@ -42,6 +42,7 @@ def run(run_dir: str | Path, frozen, entry: list[str] | None = None) -> None:
     from tracking import result
 
     run_dir = Path(run_dir).resolve()
+    result.clear(run_dir)
     entry = entry or [sys.executable, "-u", str(_TRAIN), "--rank", str(run_dir)]
     kills = oom_kills()
     watch = Watch(run_dir, frozen.world_size)

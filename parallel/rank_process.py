@@ -150,7 +150,7 @@ def run(main: Callable, *args) -> None:
             signal.signal(signum, signal.SIG_IGN)
         record(error)
         code, report = 1, f"{type(error).__name__}: {error}"
-        if not lost_peers(report):
+        if not lost_peers(report) and not getattr(error, "is_sentence", False):
             traceback.print_exc()
             report = ""
     if report:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from conf.schema import Attention, FlopRule
+from conf.schema import Attention, Compute, FlopRule
 from models import flops
 from models.attention import CoreAttention
 from models.init import fill_
@@ -143,8 +143,8 @@ def test_flash_attn_without_a_gpu_is_refused_with_the_reason():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     with pytest.raises(RuntimeError, match="no GPU.*model.attention=sdpa"):
-        choose(Attention.flash_attn)
-    assert choose(Attention.auto)[0] is Attention.sdpa
+        choose(Attention.flash_attn, Compute.bf16)
+    assert choose(Attention.auto, Compute.bf16)[0] is Attention.sdpa
 
 
 def test_a_model_too_large_for_this_machine_is_refused_before_it_starts(train, tmp_path):

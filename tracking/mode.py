@@ -14,6 +14,8 @@ CLOUD = ("api.forge.coreweave.com", "api.wandb.ai")
 class TrackingError(Exception):
     """Tracking cannot do what was asked; the message is one sentence with what to do about it."""
 
+    is_sentence = True  # a traceback would add nothing
+
 
 def decide(asked: str) -> tuple[str, str]:
     """The mode (online, offline or disabled) for `tracking.mode=asked`, and the reason in words.
