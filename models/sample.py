@@ -16,7 +16,7 @@ def _logits(tokens, model):
 
 
 @torch.no_grad()
-def sample(chunks, tokenizer, prompt: str, length: int, seq_len: int, seed: int, temperature: float = 0.7) -> str:
+def sample(chunks, tokenizer, prompt: str, length: int, seq_len: int, seed: int, temperature: float = 0.6) -> str:
     """Continue `prompt` by `length` tokens drawn at `temperature`.
 
     Every rank must call it and gets the same text. The whole sequence is computed anew for each token, padded to
