@@ -73,7 +73,8 @@ def rank(run_dir: Path) -> None:
     dp_rank, dp_size = facts.data_rank()
     batches = Batches(corpus.train, cfg.train, dp_rank, dp_size, cfg.train.seed)
     held_out = Batches(corpus.val, cfg.train, dp_rank, dp_size, None)
-    evaluations = max(1, min(cfg.train.eval_sequences, len(corpus.val)) // cfg.train.global_batch)
+    in_batches = -(-cfg.train.eval_sequences // cfg.train.global_batch)
+    evaluations = max(1, min(in_batches, len(corpus.val) // cfg.train.global_batch))
 
     # What is known before the first step.
     best = peak.dense_peak(cfg)
