@@ -121,8 +121,8 @@ def test_automatic_data_parallel_size_takes_what_the_batch_divides_into():
 
 
 def test_length_in_tokens_becomes_whole_steps():
-    cfg = point("train.steps=null", "train.tokens=100000", "schedule.warmup_tokens=10000")
-    assert (cfg.train.steps, cfg.train.tokens) == (13, None)  # 32 sequences of 256 tokens are 8,192
+    cfg = point("train.global_batch=32", "train.steps=null", "train.tokens=100000", "schedule.warmup_tokens=10000")
+    assert (cfg.train.steps, cfg.train.tokens) == (13, None)  # of 8,192 tokens
     assert (cfg.schedule.warmup_steps, cfg.schedule.warmup_tokens) == (2, None)
 
 
@@ -159,7 +159,7 @@ def test_the_hash_tells_what_is_computed_and_nothing_else(tmp_path):
     def hash_of(*words):
         return freeze(tmp_path, *words).config_hash
 
-    same = [(), ("tracking.mode=offline",), ("cluster=h100_x8",), ("launch.device=cpu",), ("optimizer.lr=0.002",)]
+    same = [(), ("tracking.mode=offline",), ("cluster=h100_x8",), ("launch.device=cpu",), ("optimizer.lr=0.003",)]
     other = [("optimizer.lr=0.001",), ("parallel=tp2",), ("train.seed=2",), ("clip=0.1",), ("model.init_std=0.01",)]
     assert len({hash_of(*words) for words in same}) == 1
     assert len({hash_of(*words) for words in same[:1] + other}) == 6

@@ -39,7 +39,11 @@ REFUSED = {
     "layers against pp": ("parallel.pp=3", "model.layers=4", "parallel.pp=2 or parallel.pp=4", "model.layers=6"),
     "layers against pp and vpp": ("parallel=pp2_vpp2 model.layers=6", "layers=6", "parallel.vpp=2", "model.layers=8"),
     "vpp without pp": ("parallel.vpp=2", "parallel.vpp=1 or parallel.pp=2"),
-    "micro-batches against pp with vpp": ("parallel=pp2_vpp2 train.micro_batch=32", "(1)", "train.micro_batch=16"),
+    "micro-batches against pp with vpp": (
+        "parallel=pp2_vpp2 train.global_batch=32 train.micro_batch=32",
+        "(1)",
+        "train.micro_batch=16",
+    ),
     "sequence parallel without tp": ("parallel.sequence_parallel=true", "sequence_parallel=false or parallel.tp=2"),
     "sequence against tp": ("parallel=tp2_sp train.seq_len=255", "train.seq_len=254 or train.seq_len=256"),
     "context parallelism": ("parallel.cp=2", "parallel.cp=2", "take parallel.cp=1"),
@@ -52,8 +56,16 @@ REFUSED = {
     "variable that stops FSDP": ("parallel=zero3 +parallel.env.CUDA_DEVICE_MAX_CONNECTIONS=1", "ZeRO-3"),
     "GPU asked for, none there": ("launch.device=cuda", "none is visible", "launch.device=cpu"),
     # batch and length
-    "batch against micro-batch": ("train.global_batch=30", "global_batch=24 or train.global_batch=32", "micro_batch=6"),
-    "batch against dp": ("parallel=dp2 train.global_batch=8", "micro_batch=8 · parallel.dp=2", "train.micro_batch=4"),
+    "batch against micro-batch": (
+        "train.global_batch=30 train.micro_batch=8",
+        "global_batch=24 or train.global_batch=32",
+        "micro_batch=6",
+    ),
+    "batch against dp": (
+        "parallel=dp2 train.global_batch=8 train.micro_batch=8",
+        "micro_batch=8 · parallel.dp=2",
+        "train.micro_batch=4",
+    ),
     "steps and tokens": ("train.tokens=1000", "train.steps=null", "train.tokens=null"),
     "neither steps nor tokens": ("train.steps=null", "set one"),
     "no steps": ("train.steps=0", "train.steps=0", "1 or more"),
@@ -110,7 +122,7 @@ def test_every_number_has_a_range_and_is_held_to_it():
 
 
 def test_all_problems_are_listed_at_once(train):
-    run = train("parallel.tp=3", "train.global_batch=30", "optimizer.lr=0", "data=text", "parallel.vpp=2")
+    run = train("parallel.tp=3", "train.global_batch=31", "optimizer.lr=0", "data=text", "parallel.vpp=2")
     for key in ("model.heads", "train.global_batch", "optimizer.lr", "data.path", "parallel.vpp=1 or"):
         assert key in run.stderr
 

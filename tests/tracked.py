@@ -15,7 +15,7 @@ WANDB = str(Path(sys.executable).with_name("wandb"))
 
 def point(run_dir: Path, *overrides: str) -> Frozen:
     """Freezes a point into `run_dir`, the way train.py does."""
-    cfg, choices, given, _ = compose(["parallel=single", "train.log_every=5", *overrides])
+    cfg, choices, given, _ = compose(["parallel=single", "train.steps=300", "train.log_every=5", *overrides])
     return freeze(check(cfg), run_dir, choices, given)
 
 
