@@ -6,7 +6,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from models.loss import positions, evaluating
+from models.loss import evaluating, positions
 
 
 def _logits(tokens, model):
