@@ -38,7 +38,7 @@ def make_run(run_dir: Path, steps: int = 50, finished: bool = True, **changed) -
 
 def charts_of(html: str) -> dict[str, dict]:
     """The charts of a page, by title."""
-    data = re.search(r'<script type="application/json" id="charts">(.*?)</script>', html, re.DOTALL)
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
     return {chart["title"]: chart for chart in json.loads(data.group(1))}
 
 
@@ -74,7 +74,8 @@ def test_what_a_model_writes_cannot_become_part_of_the_page(tmp_path):
     html = report.write(make_run(tmp_path / "run")).read_text()
     assert "<script>alert" not in html and "&lt;script&gt;alert" in html
     series = [{"label": "</script><b>", "values": [1.0]}]
-    page_of_labels = page.document("</title><b>", "", [page.chart("</h2><b>", [1], series)], "")
+    charts = [page.chart("</h2><b>", [1], series)]
+    page_of_labels = page.document("</title><b>", page.places(charts), charts, "charts.js")
     assert "<b>" not in page_of_labels.partition("</style>")[2].partition("var uPlot")[0]
 
 

@@ -54,7 +54,8 @@ class History:
 def read(run_dir: str | Path) -> Iterator[dict[str, float]]:
     """The lines of a run's metrics.jsonl, none when there is no file.
 
-    A last line that was cut off is left out; anything else that is no JSON object of numbers raises ValueError.
+    A last line that was cut off is left out; anything else that is no JSON object of numbers with a whole `step` raises
+    ValueError.
     """
     path = Path(run_dir) / FILE
     if not path.exists():
@@ -63,9 +64,11 @@ def read(run_dir: str | Path) -> Iterator[dict[str, float]]:
         for number, line in enumerate(lines, 1):
             if line.endswith(b"\n"):
                 try:
-                    yield {name: _number(value) for name, value in json.loads(line).items()}
-                except (ValueError, TypeError, AttributeError) as error:
-                    raise ValueError(f"{path}: line {number} is damaged: {error}") from error
+                    found = {name: _number(value) for name, value in json.loads(line).items()}
+                    found["step"] = int(found["step"])
+                except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
+                    raise ValueError(f"{path}: line {number} is damaged: {_said(error)}") from error
+                yield found
 
 
 def _plain(value: float) -> float | str:
@@ -75,4 +78,14 @@ def _plain(value: float) -> float | str:
 
 
 def _number(value: float | str) -> float:
-    return float(value) if isinstance(value, str) else value
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, str):
+        return float(value)
+    raise TypeError(f"{value} is no number")
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return "it has no step"
+    return "it is no JSON object" if isinstance(error, AttributeError) else str(error)

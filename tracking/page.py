@@ -18,8 +18,14 @@ def chart(title: str, x: list[float], series: list[dict], log: bool = False, fro
     Optional in a series: "emphasis" (thick, with points), "dash", "color" (0 to 4). Long series are thinned out so that
     every extreme of the first one stays. `x` are tokens.
     """
-    keep = _thin([s["values"] for s in series])
-    thinned = [s | {"values": [_rounded(s["values"][i]) for i in keep]} for s in series]
+    first, *others = (s["values"] for s in series)
+    keep = set(thin(first))
+    for values in others:
+        known = [i for i, value in enumerate(values) if value is not None]
+        if len(known) <= MOST_POINTS // 4:
+            keep |= set(known)
+    keep = sorted(keep)
+    thinned = [s | {"values": [rounded(s["values"][i]) for i in keep]} for s in series]
     return {"title": title, "x": [x[i] for i in keep], "series": thinned, "log": log, "from_zero": from_zero}
 
 
@@ -58,15 +64,19 @@ def text(content: str) -> str:
     return f"<pre>{escape(content)}</pre>"
 
 
-def document(title: str, head: str, charts: list[dict], rest: str) -> str:
-    """The whole page: HTML `head`, the charts, HTML `rest`."""
-    places = "".join(
+def places(charts: list[dict]) -> str:
+    """Where charts.js draws each of the charts."""
+    cards = "".join(
         f'<div class="card"><h2>{escape(one["title"])}</h2><div id="chart{i}"></div></div>'
         for i, one in enumerate(charts)
     )
+    return f'<div class="charts">{cards}</div>'
+
+
+def document(title: str, body: str, data: object, script: str, styles: tuple[str, ...] = ("page.css",)) -> str:
+    """The whole page: HTML `body`, and `data` (as JSON) for `script`, one of the assets, to draw."""
     # "<" cannot end the script element early when it is written like this.
-    data = json.dumps(charts, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    read = {file.name: file.read_text(encoding="utf-8") for file in ASSETS.iterdir()}
+    content = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -75,42 +85,45 @@ def document(title: str, head: str, charts: list[dict], rest: str) -> str:
 <title>{escape(title)}</title>
 <link rel="icon" href="data:,">
 <!-- uPlot, used by this page:
-{read["uPlot.LICENSE"]}-->
-<style>{read["uPlot.min.css"]}{read["page.css"]}</style>
+{_asset("uPlot.LICENSE")}-->
+<style>{_asset("uPlot.min.css")}{"".join(map(_asset, styles))}</style>
 </head>
 <body>
 <main>
-{head}
-<div class="charts">{places}</div>
-{rest}
+{body}
 </main>
-<script type="application/json" id="charts">{data}</script>
-<script>{read["uPlot.iife.min.js"]}</script>
-<script>{read["charts.js"]}</script>
+<script type="application/json" id="data">{content}</script>
+<script>{_asset("uPlot.iife.min.js")}</script>
+<script>{_asset("plots.js")}{_asset(script)}</script>
 </body>
 </html>
 """
 
 
-def _thin(series: list[list[float | None]]) -> list[int]:
-    """Which points to draw: all, or of each stretch the lowest and highest of the first series and any rare others."""
-    first, *others = series
-    if len(first) <= MOST_POINTS:
-        return list(range(len(first)))
-    stretch = math.ceil(2 * len(first) / MOST_POINTS)
-    keep = {0, len(first) - 1}
-    for start in range(0, len(first), stretch):
-        known = [i for i in range(start, min(start + stretch, len(first))) if _rounded(first[i]) is not None]
-        if known:
-            keep |= {min(known, key=first.__getitem__), max(known, key=first.__getitem__)}
-    for values in others:
-        known = [i for i, value in enumerate(values) if value is not None]
-        if len(known) <= MOST_POINTS // 4:
-            keep |= set(known)
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def thin(values: list[float | None], most: int = MOST_POINTS) -> list[int]:
+    """Which points to draw, about `most`: all, or of each stretch the lowest, the highest and the first not finite.
+
+    None is no point and is kept only at the ends.
+    """
+    if len(values) <= most:
+        return list(range(len(values)))
+    stretch = math.ceil(2 * len(values) / most)
+    keep = {0, len(values) - 1}
+    for start in range(0, len(values), stretch):
+        known = [i for i in range(start, min(start + stretch, len(values))) if values[i] is not None]
+        finite = [i for i in known if math.isfinite(values[i])]
+        if finite:
+            keep |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+        if len(finite) < len(known):
+            keep.add(next(i for i in known if not math.isfinite(values[i])))
     return sorted(keep)
 
 
-def _rounded(value: float | None) -> float | None:
+def rounded(value: float | None) -> float | None:
     """Five digits are more than a screen shows; what is not finite is a gap."""
     if value is None or not math.isfinite(value):
         return None

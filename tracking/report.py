@@ -36,7 +36,9 @@ def html(run_dir: Path) -> str:
     frozen = run_dir / "resolved.yaml"
     config = OmegaConf.to_container(OmegaConf.load(frozen)) if frozen.exists() else {}
     title = " · ".join(result.named(found.get("choices", {}))) or run_dir.name
-    return page.document(title, _head(title, found, run_dir), charts(steps, config), _rest(found, config))
+    drawn = charts(steps, config)
+    body = _head(title, found, run_dir) + page.places(drawn) + _rest(found, config)
+    return page.document(title, body, drawn, "charts.js")
 
 
 def charts(steps: dict[int, dict[str, float]], config: dict) -> list[dict]:
