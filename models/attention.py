@@ -3,8 +3,11 @@
 Megatron-core's `DotProductAttention` builds the whole score matrix and a mask tensor. The kernels here need neither.
 """
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from conf.schema import Attention, Compute
 
@@ -62,6 +65,7 @@ class CoreAttention(torch.nn.Module):
         super().__init__()
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale
+        self.sequence_parallel = config.sequence_parallel
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, **kwargs):
         """Attend.
@@ -74,33 +78,38 @@ class CoreAttention(torch.nn.Module):
         Returns:
             `[seq, batch, heads * head_dim]`.
         """
-        seq, batch = query.shape[:2]
         dropout = self.dropout if self.training else 0.0
-        if self.kind is Attention.flash_attn:
-            from flash_attn import flash_attn_func
-
-            q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-            out = flash_attn_func(q, k, v, dropout_p=dropout, softmax_scale=self.scale, causal=True)
-            return out.transpose(0, 1).reshape(seq, batch, -1)
-
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        grouped = q.shape[1] != k.shape[1]
-        if self.kind is Attention.math:
-            out = _math(q, k, v, dropout, self.scale)
-        elif q.dtype is torch.float16 and q.device.type == "cpu":
-            # No fast half-precision kernel there: compute in FP32 from FP16 inputs and round, as a tensor core does.
-            out = F.scaled_dot_product_attention(
-                q.float(), k.float(), v.float(), None, dropout, is_causal=True, scale=self.scale, enable_gqa=grouped
-            ).half()
-        else:
-            out = F.scaled_dot_product_attention(
-                q, k, v, None, dropout, is_causal=True, scale=self.scale, enable_gqa=grouped
-            )
-        return out.permute(2, 0, 1, 3).reshape(seq, batch, -1)
+        # Tensor-parallel ranks hold different heads and need different masks. With sequence parallelism Megatron has
+        # switched generators already.
+        own_generator = get_cuda_rng_tracker().fork() if dropout and not self.sequence_parallel else nullcontext()
+        with own_generator:
+            out = _KERNELS[self.kind](query, key, value, dropout, self.scale)
+        return out.reshape(*query.shape[:2], -1)
 
 
-def _math(q, k, v, dropout: float, scale: float | None):
-    """The definition, with softmax in FP32: the reference for the other kernels. Shapes `[batch, heads, seq, dim]`."""
+def _flash(query, key, value, dropout: float, scale: float | None):
+    """The package flash-attn."""
+    from flash_attn import flash_attn_func
+
+    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    return flash_attn_func(q, k, v, dropout_p=dropout, softmax_scale=scale, causal=True).transpose(0, 1)
+
+
+def _sdpa(query, key, value, dropout: float, scale: float | None):
+    """PyTorch's kernels."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    grouped = q.shape[1] != k.shape[1]
+    # A CPU has no fast FP16 kernel: compute in FP32 from FP16 inputs and round, as a tensor core does.
+    half_on_cpu = q.dtype is torch.float16 and q.device.type == "cpu"
+    if half_on_cpu:
+        q, k, v = q.float(), k.float(), v.float()
+    out = F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True, scale=scale, enable_gqa=grouped)
+    return (out.half() if half_on_cpu else out).permute(2, 0, 1, 3)
+
+
+def _math(query, key, value, dropout: float, scale: float | None):
+    """The definition, with softmax in FP32: the reference for the other kernels."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     share = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(share, dim=1) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -108,4 +117,8 @@ def _math(q, k, v, dropout: float, scale: float | None):
     seq = q.shape[-2]
     above = torch.ones(seq, seq, dtype=torch.bool, device=q.device).triu(1)
     weights = F.dropout(scores.masked_fill(above, float("-inf")).softmax(-1).to(v.dtype), dropout)
-    return torch.matmul(weights, v)
+    return torch.matmul(weights, v).permute(2, 0, 1, 3)
+
+
+# Each takes and returns `[seq, batch, heads, dim]`.
+_KERNELS = {Attention.sdpa: _sdpa, Attention.flash_attn: _flash, Attention.math: _math}

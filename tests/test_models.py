@@ -105,7 +105,7 @@ def test_initial_weights_have_not_changed(cfg_of):
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_attention_kernels_agree_with_the_definition(dtype, tolerance, kv_heads, monkeypatch):
     class Config:
-        attention_dropout = 0.0
+        attention_dropout, sequence_parallel = 0.0, False
 
     torch.manual_seed(0)
     query = torch.randn(33, 2, 8, 16).to(dtype)
@@ -126,7 +126,7 @@ def test_attention_kernels_agree_with_the_definition(dtype, tolerance, kv_heads,
 
 def test_attention_does_not_look_ahead(monkeypatch):
     class Config:
-        attention_dropout = 0.0
+        attention_dropout, sequence_parallel = 0.0, False
 
     monkeypatch.setattr(CoreAttention, "kind", Attention.sdpa)
     attend = CoreAttention(Config, 1, None, "self")
