@@ -88,7 +88,12 @@ def rank(run_dir: Path) -> None:
         "rank_map": facts.rank_map(cfg),
         "run_command": "python train.py " + shlex.join(frozen.overrides),
         "data": corpus.facts,
-        "notes": {"memory": facts.memory_note(cfg, chunks), "attention": attention_note, **setup.notes(cfg)},
+        "notes": {
+            "memory": facts.memory_note(cfg, chunks),
+            "time": facts.time_note(cfg, flops_per_token, best),
+            "attention": attention_note,
+            **setup.notes(cfg),
+        },
     }
     heartbeat.beat("check")
     check = expected.check(cfg, chunks, dp_rank, dp_size)

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from conf.schema import Config
 from parallel import host
 from parallel.memory import state_gib
+from tracking.console import duration
 
 
 def rank_map(cfg: Config) -> str:
@@ -51,6 +52,15 @@ def memory_note(cfg: Config, chunks) -> str:
         return share + f"the device has {has:.1f} GiB (activations come on top)"
     local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     return share + f"this machine has {has:.1f} GiB for {local} rank{'s' * (local > 1)} (activations come on top)"
+
+
+def time_note(cfg: Config, flops_per_token: float, peak: dict | None) -> str:
+    """What the run will take if it reaches half of the device's peak, which most do within a factor of two."""
+    if peak is None:
+        return "known after the first steps: this device's peak is not"
+    tokens = cfg.train.steps * cfg.train.global_batch * cfg.train.seq_len
+    seconds = tokens * flops_per_token / (0.5 * peak["tflops"] * 1e12 * dist.get_world_size())
+    return f"about {duration(seconds)}, if half of the peak is reached"
 
 
 def _device_gib() -> float:

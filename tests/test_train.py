@@ -97,6 +97,7 @@ def test_a_user_is_told_what_runs_before_the_first_step(default_run):
         "peak",
         "data",
         "memory",
+        "time  ",
         "attention",
         "W&B",
         "repeat with",
