@@ -1,6 +1,7 @@
-"""Run one job on this machine: start its ranks, watch them, and leave nothing behind however it ends.
+"""Run one job: start its ranks, watch them, and leave nothing behind however it ends.
 
-This process needs neither torch nor a rendezvous server: rank 0 serves the store, on a port reserved for it.
+The ranks are processes of this machine or tasks of a SLURM step. This process needs neither torch nor a rendezvous
+server: rank 0 serves the store, on a port reserved for it.
 """
 
 import contextlib
@@ -11,7 +12,8 @@ import threading
 import time
 from pathlib import Path
 
-from parallel import environment
+from conf.schema import LaunchKind
+from parallel import environment, slurm, srun
 from parallel.failure import first_cause, oom_kills
 from parallel.heartbeat import LOOK_S, Watch
 from parallel.ranks import Ranks
@@ -37,19 +39,25 @@ def run(run_dir: str | Path, frozen, entry: list[str] | None = None) -> None:
     of a rank, by default `train.py --rank RUN_DIR`.
 
     Raises JobFailed (a rank failed, or train.timeout_s passed), KeyboardInterrupt (SIGINT) or SystemExit(128 + n)
-    (another signal n). Whenever the ranks did not end well, result.json has been completed with status and cause.
+    (another signal n). Whenever the ranks did not end well, result.json and the W&B run have been completed with status
+    and cause.
     """
-    from tracking import result
+    from tracking import result, wandb_close
 
     run_dir = Path(run_dir).resolve()
     result.clear(run_dir)
     entry = entry or [sys.executable, "-u", str(_TRAIN), "--rank", str(run_dir)]
     kills = oom_kills()
-    watch = Watch(run_dir, frozen.world_size)
-    ranks = Ranks(run_dir / "ranks")
+    try:
+        on_slurm = frozen.cfg.launch.kind is LaunchKind.srun
+        ranks = srun.Step(run_dir / "ranks", frozen.cfg) if on_slurm else Ranks(run_dir / "ranks")
+    except slurm.NoAllocation as missing:
+        result.complete(run_dir, "failed", str(missing))
+        raise JobFailed(str(missing), "failed") from None
+    watch = Watch(run_dir, frozen.world_size, ranks.quiet_s)
     with _Signals() as signals:
         try:
-            env = environment.rank_environment(frozen.cfg, frozen.world_size)
+            env = environment.rank_environment(frozen.cfg, frozen.world_size, ranks.local_world_size, ranks.cpus_per_rank)
             ranks.start(entry, frozen.world_size, env)
             late = _wait(ranks, watch, signals, frozen.cfg.train.timeout_s)
             asked = signals.first  # a signal that comes later finds a run that has ended by itself
@@ -65,6 +73,8 @@ def run(run_dir: str | Path, frozen, entry: list[str] | None = None) -> None:
         status, cause = found.status, found.line
     if status:
         result.complete(run_dir, status, cause)
+        if problem := wandb_close.close(run_dir):
+            print(problem, file=sys.stderr)
     if signals.first:
         raise KeyboardInterrupt if signals.first == signal.SIGINT else SystemExit(128 + signals.first)
     if status:
