@@ -116,6 +116,13 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class LaunchKind(StrEnum):
+    """What starts the ranks: this machine, or srun on the nodes of the SLURM allocation this is run in."""
+
+    local = "local"
+    srun = "srun"
+
+
 class FlopRule(StrEnum):
     """Which floating-point operations a token is charged with.
 
@@ -359,6 +366,8 @@ class Cluster:
 class Launch:
     """How ranks come to life."""
 
+    # What starts them.
+    kind: LaunchKind = MISSING
     # What they compute on.
     device: Device = MISSING
 

@@ -5,14 +5,13 @@ is, or that nothing runs. So there is one run folder for all ranks, whatever the
 """
 
 import os
-import re
 import socket
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
-from parallel import environment, frozen, heartbeat, rank_process
+from parallel import environment, frozen, heartbeat, rank_process, slurm
 
 ANSWER_S = 300.0  # ranks of a large job start minutes apart
 SHARED_S = 60.0  # until a file written on one node is seen on another
@@ -64,12 +63,8 @@ def _adopt_slurm() -> None:
         return
     for name, source in _SLURM.items():
         os.environ[name] = os.environ[source]
-    per_node = []  # SLURM writes 4,4,2 as "4(x2),2"
-    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
-        per_node += [tasks] * int(times or 1)
-    node = int(os.environ.get("SLURM_NODEID", "0"))
-    if node < len(per_node):
-        os.environ["LOCAL_WORLD_SIZE"] = per_node[node]
+    if local := slurm.local_world_size():
+        os.environ["LOCAL_WORLD_SIZE"] = str(local)
     if not os.environ.get("MASTER_PORT"):
         # The same in all tasks without asking, and another one in a step that runs at the same time.
         step = int(os.environ.get("SLURM_JOB_ID", "0")) * 101 + int(os.environ["SLURM_STEP_ID"])

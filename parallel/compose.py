@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from conf.schema import Config
-from parallel import memory, overrides, rules
+from parallel import memory, overrides, rules, slurm
 from parallel.frozen import FILE, Frozen, freeze, load
 
 __all__ = [
@@ -61,10 +61,11 @@ def quote_choices(argv: list[str]) -> list[str]:
     return quoted
 
 
-def check(cfg: DictConfig, world: int | None = None) -> DictConfig:
+def check(cfg: DictConfig, world: int | None = None, gpus: int | None = None) -> DictConfig:
     """The resolved configuration, or Refused with every problem it has.
 
-    `world` is the number of ranks where they exist already (torchrun, SLURM).
+    `world` is the number of ranks where they exist already (torchrun, SLURM); `gpus` are those that the ranks will have
+    where they are not those of this machine or of this SLURM allocation.
     """
     try:
         # Overrides that add keys, and files that do, pass Hydra's own check.
@@ -74,12 +75,17 @@ def check(cfg: DictConfig, world: int | None = None) -> DictConfig:
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         raise Refused([f"{key} has no value: choose an option of its group or set it." for key in missing])
-    gpus = rules.visible_gpus()
+    here = world is None and gpus is None
+    on_slurm = here and cfg.launch.kind == "srun"
+    if gpus is None:
+        gpus = slurm.gpus() if on_slurm else rules.visible_gpus()
     found = rules.problems(cfg, gpus, world)
     _refuse(found)
     resolved = rules.resolve(cfg, gpus, world)
-    if world is None:
-        # Only of a configuration that is legal otherwise can be said what it needs.
+    # Only of a configuration that is legal otherwise can be said what it needs.
+    if on_slurm:
+        _refuse(slurm.problems(resolved))
+    elif here:
         _refuse(memory.problems(resolved))
     return resolved
 

@@ -7,10 +7,13 @@ from conf.schema import Config, Device
 from parallel.host import cores
 
 
-def rank_environment(cfg: Config, world_size: int, local_world_size: int | None = None) -> dict[str, str | None]:
+def rank_environment(
+    cfg: Config, world_size: int, local_world_size: int | None = None, cores_per_rank: int | None = None
+) -> dict[str, str | None]:
     """Variables for every rank of this machine; None means that the variable must not be set.
 
     cfg: resolved, so its launch.device is cpu or cuda. local_world_size: ranks on this machine, all of them by default.
+    cores_per_rank: an equal share of this machine's by default.
     `parallel.env` wins over everything here; what the user's shell says about threads wins over the default.
     """
     local = local_world_size or world_size
@@ -19,7 +22,7 @@ def rank_environment(cfg: Config, world_size: int, local_world_size: int | None 
     if not on_gpu:
         env["CUDA_VISIBLE_DEVICES"] = ""  # a device that no rank may use must not be initialised by accident
     # Every rank would start one thread a core: eight ranks on two cores then spend their time switching.
-    env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // local))
+    env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(cores_per_rank or max(1, cores() // local))
     env["CUDA_DEVICE_MAX_CONNECTIONS"] = _max_connections(cfg, on_gpu)
     if local == world_size:
         # One machine: gloo looks up the host's own name to find an interface, which fails on many laptops.

@@ -22,6 +22,8 @@ class Ended:
     rank: int
     code: int
     at: float
+    # Whether another machine, on which it ran, has killed for lack of memory since; None for a rank of this machine.
+    out_of_memory: bool | None = None
 
 
 @dataclass
@@ -56,7 +58,7 @@ def first_cause(ended: list[Ended], ranks_dir: Path, oom_kills_before: int | Non
     _, _, end, message = min(found, key=lambda entry: entry[:2])
     status = "oom" if _OUT_OF_MEMORY.search(message) else "nan" if _NOT_FINITE.search(message) else "failed"
     if end.code == -signal.SIGKILL:
-        status, message = _killed(oom_kills_before)
+        status, message = _killed(oom_kills_before, end.out_of_memory)
     log = ranks_dir / f"rank{end.rank}.log"
     return Cause(status, f"rank {end.rank}: {_one_line(message)} (log: {_short(log)})")
 
@@ -85,11 +87,11 @@ def _told(end: Ended, log: Path) -> str:
     return f"{code}: {thrown.group(1)}" if thrown else code
 
 
-def _killed(oom_kills_before: int | None) -> tuple[str, str]:
+def _killed(oom_kills_before: int | None, elsewhere: bool | None) -> tuple[str, str]:
     now = oom_kills()
-    if oom_kills_before is None or now is None:
+    if elsewhere is None and (oom_kills_before is None or now is None):
         return "oom", "killed by SIGKILL, which nobody here sent: likely the kernel, out of memory"
-    if now > oom_kills_before:
+    if now > oom_kills_before if elsewhere is None else elsewhere:
         return "oom", "killed by SIGKILL: the kernel ran out of memory"
     return "failed", "killed by SIGKILL from outside (the kernel counts no kill for lack of memory)"
 

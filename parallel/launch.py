@@ -57,7 +57,8 @@ def run(run_dir: str | Path, frozen, entry: list[str] | None = None) -> None:
     watch = Watch(run_dir, frozen.world_size, ranks.quiet_s)
     with _Signals() as signals:
         try:
-            env = environment.rank_environment(frozen.cfg, frozen.world_size, ranks.local_world_size, ranks.cpus_per_rank)
+            local, cores = ranks.local_world_size, ranks.cpus_per_rank
+            env = environment.rank_environment(frozen.cfg, frozen.world_size, local, cores)
             ranks.start(entry, frozen.world_size, env)
             late = _wait(ranks, watch, signals, frozen.cfg.train.timeout_s)
             asked = signals.first  # a signal that comes later finds a run that has ended by itself

@@ -11,6 +11,7 @@ from pathlib import Path
 from parallel import environment, rank_process, stacks
 from parallel.console import Console
 from parallel.failure import Ended
+from parallel.heartbeat import QUIET_S
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL: time to close W&B
 LEFTOVER_S = 2.0  # for helper processes of ranks that have ended
@@ -21,6 +22,10 @@ class Ranks:
 
     Rank 0 has this process's console as well. `failed` lists the ranks that failed before anybody stopped them.
     """
+
+    # What a SLURM step knows of its nodes; here all ranks share one machine.
+    local_world_size = cpus_per_rank = None
+    quiet_s = QUIET_S
 
     def __init__(self, ranks_dir: Path):
         ranks_dir.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ def notes(cfg, gpus: int) -> list[str]:
     """What is legal but worth a line before the run starts; `cfg` is resolved."""
     said, p, t = [], cfg.parallel, cfg.train
     ranks, cores, on_cpu = world_size(cfg), os.cpu_count() or 1, cfg.launch.device == "cpu"
-    if on_cpu and ranks > cores:
+    if on_cpu and ranks > cores and cfg.launch.kind == "local":
         said.append(f"{ranks} ranks share {cores} CPU cores: the numbers are right, the speed says nothing.")
     if on_cpu and cfg.precision.compute == "tf32":
         said.append("TF32 exists on NVIDIA GPUs only: on this CPU products are computed in FP32.")
