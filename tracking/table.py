@@ -66,7 +66,7 @@ def table(runs: list[Run], by: str | None = None, metric: str | None = None) -> 
         names.insert(0, by)
     # Without a value in any line a column says nothing.
     columns = [column for column in COLUMNS if any(run.value(column.field) is not None for run in runs)]
-    head = ["#", *(_short(name, names) for name in names), "status", *(column.title for column in columns)]
+    head = ["#", *(short_name(name, names) for name in names), "status", *(column.title for column in columns)]
     lines = [
         [str(run.number), *(value_of(run, name) or "–" for name in names), run.status, *(c.text(run) for c in columns)]
         for run in ordered
@@ -124,7 +124,7 @@ def arrange(runs: list[Run], by: str | None, metric: str | None, values: dict | 
     sign = -1 if metric and more_is_better(metric) else 1
 
     def place(run: Run) -> tuple:
-        group = _by_value(value_of(run, by)) if by else ()
+        group = by_value(value_of(run, by)) if by else ()
         if not metric:
             return group, run.number
         value = values[id(run)]
@@ -136,6 +136,18 @@ def arrange(runs: list[Run], by: str | None, metric: str | None, values: dict | 
 def why(run: Run) -> str:
     """Cause and what is wrong with the folder, in one line."""
     return "; ".join(part for part in (run.cause, run.problem) if part)
+
+
+def by_value(text: str) -> tuple:
+    """A key for sorting values: numbers by size, before words."""
+    value = number(text)
+    return (1, 0.0, text) if value is None else (0, value, "")
+
+
+def short_name(name: str, names: list[str]) -> str:
+    """A key by its last part where that is clear: lr for optimizer.lr."""
+    last = name.rpartition(".")[2]
+    return last if sum(other.rpartition(".")[2] == last for other in names) == 1 else name
 
 
 def _summary(runs: list[Run], by: str, metric: str, values: dict) -> list[str]:
@@ -155,18 +167,6 @@ def _summary(runs: list[Run], by: str, metric: str, values: dict) -> list[str]:
 
 def _plain(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _by_value(text: str) -> tuple:
-    """Numbers by size, before words."""
-    value = number(text)
-    return (1, 0.0, text) if value is None else (0, value, "")
-
-
-def _short(name: str, names: list[str]) -> str:
-    """A key by its last part where that is clear: lr for optimizer.lr."""
-    last = name.rpartition(".")[2]
-    return last if sum(other.rpartition(".")[2] == last for other in names) == 1 else name
 
 
 def _aligned(lines: list[list[str]], left: set[int]) -> list[str]:

@@ -27,5 +27,5 @@ function axes(log, x_values = (v) => compact.format(v)) {
   return [{ ...axis(x_values), size: 32 }, y];
 }
 
-const y_scale = (log, from_zero) => (log ? { distr: 3, range: (_, low, high) => uPlot.rangeLog(low, high, 10, false) }
+const y_scale = (log, from_zero) => (log ? { distr: 3, range: (_, low, high) => [low / 1.1, high * 1.1] }
   : from_zero ? { range: (_, low, high) => [0, high * 1.05] } : {});
