@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from conf.schema import Attention, Compute
+from models import context
 
 
 def choose(kind: Attention, compute: Compute) -> tuple[Attention, str]:
@@ -71,8 +72,8 @@ class CoreAttention(torch.nn.Module):
         """Attend.
 
         Args:
-            query: `[seq, batch, heads, head_dim]`.
-            key, value: `[seq, batch, kv_heads, head_dim]`; each is shared by heads / kv_heads query heads.
+            query: `[seq, batch, heads, head_dim]`; with context parallelism the part of the sequence held here.
+            key, value: `[seq, batch, kv_heads, head_dim]`, likewise; each is shared by heads / kv_heads query heads.
             attention_mask: must be None, the mask is causal.
 
         Returns:
@@ -83,8 +84,18 @@ class CoreAttention(torch.nn.Module):
         # switched generators already.
         own_generator = get_cuda_rng_tracker().fork() if dropout and not self.sequence_parallel else nullcontext()
         with own_generator:
-            out = _KERNELS[self.kind](query, key, value, dropout, self.scale)
+            out = self._attend(query, key, value, dropout)
         return out.reshape(*query.shape[:2], -1)
+
+    def _attend(self, query, key, value, dropout: float):
+        kernel = _KERNELS[self.kind]
+        if context.size() == 1:
+            return kernel(query, key, value, dropout, self.scale)
+        key, value = context.whole(key), context.whole(value)
+        queries = query.chunk(2)
+        seen = [(chunk + 1) * len(queries[0]) for chunk in context.here()]
+        parts = [kernel(q, key[:end], value[:end], dropout, self.scale) for q, end in zip(queries, seen, strict=True)]
+        return torch.cat(parts)
 
 
 def _flash(query, key, value, dropout: float, scale: float | None):
@@ -98,12 +109,16 @@ def _flash(query, key, value, dropout: float, scale: float | None):
 def _sdpa(query, key, value, dropout: float, scale: float | None):
     """PyTorch's kernels."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    grouped = q.shape[1] != k.shape[1]
+    grouped, (rows, columns) = q.shape[1] != k.shape[1], (q.shape[2], k.shape[2])
+    # PyTorch's own causal mask begins at the first key; the last query has to see the last key.
+    mask = None if rows == columns else _visible(rows, columns, q.device)
     # A CPU has no fast FP16 kernel: compute in FP32 from FP16 inputs and round, as a tensor core does.
     half_on_cpu = q.dtype is torch.float16 and q.device.type == "cpu"
     if half_on_cpu:
         q, k, v = q.float(), k.float(), v.float()
-    out = F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True, scale=scale, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )  # fmt: skip
     return (out.half() if half_on_cpu else out).permute(2, 0, 1, 3)
 
 
@@ -114,11 +129,15 @@ def _math(query, key, value, dropout: float, scale: float | None):
     k, v = (x.repeat_interleave(share, dim=1) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
-    seq = q.shape[-2]
-    above = torch.ones(seq, seq, dtype=torch.bool, device=q.device).triu(1)
-    weights = F.dropout(scores.masked_fill(above, float("-inf")).softmax(-1).to(v.dtype), dropout)
+    visible = _visible(q.shape[2], k.shape[2], q.device)
+    weights = F.dropout(scores.masked_fill(~visible, float("-inf")).softmax(-1).to(v.dtype), dropout)
     return torch.matmul(weights, v).permute(2, 0, 1, 3)
 
 
-# Each takes and returns `[seq, batch, heads, dim]`.
+def _visible(queries: int, keys: int, device) -> torch.Tensor:
+    """Which keys each query sees, `[queries, keys]`; the queries are the last positions of the keys."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+# Each takes and returns `[seq, batch, heads, dim]`; queries are the last positions of the keys.
 _KERNELS = {Attention.sdpa: _sdpa, Attention.flash_attn: _flash, Attention.math: _math}

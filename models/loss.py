@@ -9,26 +9,30 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from conf.schema import Train
+from models import context
 from parallel.groups import from_last_stage
 
 
 @functools.cache
 def positions(seq_len: int) -> torch.Tensor:
-    return torch.arange(seq_len, device="cuda").unsqueeze(0)
+    """Positions that this rank holds of a sequence, `[1, seq / cp]`."""
+    return context.local(torch.arange(seq_len, device="cuda").unsqueeze(0))
 
 
 def _forward(micro_batches, model):
     """One micro-batch through one chunk; the last chunk's output is the loss of each token, `[batch, seq]`."""
     tokens = next(micro_batches)
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    output = model(input_ids=inputs, position_ids=positions(inputs.shape[1]), attention_mask=None, labels=labels)
+    inputs, labels = (context.local(part).contiguous() for part in (tokens[:, :-1], tokens[:, 1:]))
+    where = positions(tokens.shape[1] - 1)
+    output = model(input_ids=inputs, position_ids=where, attention_mask=None, labels=labels)
     return output, _mean
 
 
 def _mean(token_losses: torch.Tensor):
     loss = token_losses.float().mean()
-    # A copy: the schedule divides the tensor it is given by the number of micro-batches, in place.
-    return loss, loss.detach().clone()
+    # A copy: the schedule multiplies the tensor it is given by the context-parallel size and divides it by the number
+    # of micro-batches, in place.
+    return loss / context.size(), loss.detach().clone()
 
 
 def run(chunks, micro_batches: list[np.ndarray], train: Train, backward: bool) -> float:

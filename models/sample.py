@@ -6,12 +6,13 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
+from models import context
 from models.loss import evaluating, positions
 
 
 def _logits(tokens, model):
     tokens = next(tokens)
-    output = model(input_ids=tokens, position_ids=positions(tokens.shape[1]), attention_mask=None)
+    output = model(input_ids=context.local(tokens), position_ids=positions(tokens.shape[1]), attention_mask=None)
     return output, None
 
 
@@ -46,9 +47,21 @@ def _next(chunks, tokens, last: int, vocab: int, temperature: float, generator) 
         forward_only=True,
     )
     chosen = torch.zeros(1, dtype=torch.long, device="cuda")
-    if outputs:
-        logits = gather_from_tensor_model_parallel_region(outputs[0][:, last])[0, :vocab].float().cpu()
+    here, owner = _place(tokens.shape[1], last)
+    if outputs and here is not None:
+        logits = gather_from_tensor_model_parallel_region(outputs[0][:, here])[0, :vocab].float().cpu()
         chosen[0] = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
     # One rank's choice for all: data-parallel replicas agree only up to rounding.
-    dist.broadcast(chosen, dist.get_world_size() - 1)
+    dist.broadcast(chosen, owner)
     return chosen.item()
+
+
+def _place(seq_len: int, position: int) -> tuple[int | None, int]:
+    """Where this rank holds a position, None if it does not, and the last rank of the world that holds its logits."""
+    chunk, inside = divmod(position, seq_len // (2 * context.size()))
+    rank = next(rank for rank in range(context.size()) if chunk in context.chunks_of(rank))
+    tp, cp = parallel_state.get_tensor_model_parallel_world_size(), context.size()
+    # Megatron numbers ranks tp fastest, then cp, dp and pp.
+    owner = dist.get_world_size() - tp * (cp - rank) + tp - 1
+    held = context.here()
+    return (held.index(chunk) * (seq_len // (2 * cp)) + inside if chunk in held else None), owner

@@ -39,13 +39,11 @@ def shape_problems(cfg) -> list[str]:
             f"parallel.vpp={vpp} interleaves virtual stages of a pipeline and parallel.pp=1: "
             "take parallel.vpp=1 or parallel.pp=2."
         )
-    if cp > 1:
-        found.append(f"parallel.cp={cp}: context parallelism is not available in this version: take parallel.cp=1.")
-        if seq_len % (2 * cp):
-            found.append(
-                f"train.seq_len={seq_len} is not divisible by 2 · parallel.cp={2 * cp}: "
-                f"take {near('train.seq_len', seq_len, multiples(seq_len, 2 * cp))}."
-            )
+    if cp > 1 and seq_len % (2 * cp):
+        found.append(
+            f"train.seq_len={seq_len} is not divisible by 2 · parallel.cp={2 * cp}: "
+            f"take {near('train.seq_len', seq_len, multiples(seq_len, 2 * cp))}."
+        )
     if m.tie_embeddings and pp > 1 and p.zero >= 2:
         found.append(
             f"model.tie_embeddings shares a matrix between the first and the last of parallel.pp={pp} stages, and "

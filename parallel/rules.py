@@ -41,7 +41,7 @@ def notes(cfg, gpus: int) -> list[str]:
         said.append("TF32 exists on NVIDIA GPUs only: on this CPU products are computed in FP32.")
     if not on_cpu and ranks < gpus:
         said.append(f"{ranks} of {gpus} GPUs are used: the global batch or the command line asks for dp={p.dp}.")
-    if p.zero and p.dp == 1:
+    if p.zero and p.dp * p.cp == 1:
         said.append(f"parallel.zero={p.zero} shares nothing out with one data-parallel rank.")
     if t.steps is not None and cfg.schedule.warmup_steps >= t.steps:
         said.append(f"the run of {t.steps} steps ends inside the warm-up of {cfg.schedule.warmup_steps}.")

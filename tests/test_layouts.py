@@ -22,8 +22,8 @@ LOSS, NORM = 1e-4, 1e-3
 
 AGREE = {
     "two and one ranks in FP32": (
-        "parallel=single,dp2,tp2,tp2_sp,pp2,pp2_vpp2,zero1,zero2,zero3 precision=fp32",
-        ["dp2", "tp2", "tp2_sp", "pp2", "pp2_vpp2", "zero1", "zero2", "zero3"],
+        "parallel=single,dp2,tp2,tp2_sp,pp2,pp2_vpp2,cp2,zero1,zero2,zero3 precision=fp32",
+        ["dp2", "tp2", "tp2_sp", "pp2", "pp2_vpp2", "cp2", "zero1", "zero2", "zero3"],
     ),
     "four ranks in FP32": (
         "parallel=single,tp2_pp2,pp2_zero3,tp2_zero3 precision=fp32",
@@ -85,8 +85,15 @@ def test_layouts_train_the_same_thing(name, tmp_path):
         "model.kv_heads=2 parallel.recompute=full parallel=single,tp2_sp,zero3",
         "parallel.overlap=true parallel.bucket_mb=0.05 parallel=single,zero1,zero3,pp2_zero1",
         "train.micro_batch=1 parallel=single,dp2,pp2",
+        "parallel.cp=2 parallel=single,tp2_sp,pp2,zero3 model.kv_heads=2 parallel.dp=1",
     ],
-    ids=["GPT-2 style with tied embeddings", "GQA and full recompute", "overlap and small buckets", "micro-batch 1"],
+    ids=[
+        "GPT-2 style with tied embeddings",
+        "GQA and full recompute",
+        "overlap and small buckets",
+        "micro-batch 1",
+        "context parallelism with TP, PP and ZeRO",
+    ],
 )
 @pytest.mark.slow
 def test_layouts_agree_with_other_settings(overrides, tmp_path):

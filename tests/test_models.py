@@ -103,7 +103,7 @@ def test_initial_weights_have_not_changed(cfg_of):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("kv_heads", [8, 2])
-def test_attention_kernels_agree_with_the_definition(dtype, tolerance, kv_heads, monkeypatch):
+def test_attention_kernels_agree_with_the_definition(dtype, tolerance, kv_heads, monkeypatch, single_rank):
     class Config:
         attention_dropout, sequence_parallel = 0.0, False
 
@@ -124,7 +124,7 @@ def test_attention_kernels_agree_with_the_definition(dtype, tolerance, kv_heads,
         assert (found - expected).norm() / expected.norm() < 4 * tolerance
 
 
-def test_attention_does_not_look_ahead(monkeypatch):
+def test_attention_does_not_look_ahead(monkeypatch, single_rank):
     class Config:
         attention_dropout, sequence_parallel = 0.0, False
 

@@ -46,7 +46,6 @@ REFUSED = {
     ),
     "sequence parallel without tp": ("parallel.sequence_parallel=true", "sequence_parallel=false or parallel.tp=2"),
     "sequence against tp": ("parallel=tp2_sp train.seq_len=255", "train.seq_len=254 or train.seq_len=256"),
-    "context parallelism": ("parallel.cp=2", "parallel.cp=2", "take parallel.cp=1"),
     "sequence against cp": ("parallel.cp=2 train.seq_len=250", "train.seq_len=248 or train.seq_len=252"),
     "ZeRO stage": ("parallel.zero=4", "parallel.zero=4", "take parallel.zero=3"),
     "dp": ("parallel.dp=none", "parallel.dp=none", "parallel.dp=auto"),
