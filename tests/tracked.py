@@ -19,6 +19,18 @@ def point(run_dir: Path, *overrides: str) -> Frozen:
     return freeze(check(cfg), run_dir, choices, given)
 
 
+def sweep(folder: Path, *points: str) -> list[Frozen]:
+    """Freezes the points of a sweep, each given by its overrides, into `folder`/0, 1, ... with their sweep.json."""
+    frozen = [point(folder / f"{number}_point", *words.split()) for number, words in enumerate(points)]
+    rows = [
+        {"number": number, "folder": f"{number}_point", "differs": dict(word.split("=") for word in words.split())}
+        for number, words in enumerate(points)
+    ]
+    about = {"id": folder.name, "started": "2026-01-02T10:00:00+00:00", "points": rows}
+    (folder / "sweep.json").write_text(json.dumps(about))
+    return frozen
+
+
 def command(run_dir: Path, steps: int, step_s: float = 0.0, end: str = "") -> list[str]:
     """The command of a tracked run."""
     return [sys.executable, str(PROGRAM), str(run_dir), str(steps), str(step_s), *([end] if end else [])]
@@ -57,7 +69,7 @@ def wait_for_step(run_dir: Path, step: int, timeout: float = 30) -> None:
 
 def leet(run_dir: Path, env: dict) -> tuple[dict, list[dict]]:
     """What W&B's own reader finds in the file of a run: its overview and the rows of its history."""
-    (folder,) = (run_dir / "wandb").glob("*run-*")
+    (folder,) = (run_dir / "wandb").glob("*run-*_*")
 
     def inspect(*words: str) -> str:
         done = subprocess.run(

@@ -1,11 +1,13 @@
 """A run without a model, for the tests of tracking: python tracked_run.py RUN_DIR STEPS STEP_S [END].
 
-END is what happens after the last step: nothing, `raise`, `oom`, `nan`, `hang` (to be ended by a signal), or `stuck`
-(in a call that no signal interrupts, as a collective is whose peers are gone).
+END is what happens after the last step: nothing, `raise`, `oom`, `nan`, `hang` (to be ended by a signal), `stuck` (in a
+call that no signal interrupts, as a collective is whose peers are gone), `killed` (by SIGKILL, a second later), or
+`peer_killed` (the last rank; this one hangs). Ranks above 0 log nothing, as in train.py.
 """
 
 import ctypes
 import math
+import os
 import signal
 import sys
 import time
@@ -37,9 +39,23 @@ def raw(step: int, step_s: float, tokens: int = 8192, loss: float | None = None)
     return facts | {"data_wait_s": step_s / 100, "peak_gib": 0.25}
 
 
+def other_rank(run_dir: Path, steps: int, end: str) -> None:
+    """A rank that does not log: waits for the last step, and is killed then or ends well."""
+    file = run_dir / "metrics.jsonl"
+    while not file.exists() or f'"step": {steps},' not in file.read_text():
+        time.sleep(0.05)
+    if end == "peer_killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while end in ("hang", "killed"):
+        time.sleep(0.05)
+
+
 def main(run_dir: Path, steps: int, step_s: float, end: str) -> None:
+    if os.environ.get("RANK", "0") != "0":
+        other_rank(run_dir, steps, end)
+        return
     frozen = load(run_dir)
-    meter = Meter(frozen.cfg, 1, flops_per_token=1e6, peak_tflops=2.0)
+    meter = Meter(frozen.cfg, frozen.world_size, flops_per_token=1e6, peak_tflops=2.0)
     try:
         with Tracker(frozen, run_dir, FACTS) as tracker:
             rank_process.last_words(tracker.last_words)
@@ -57,7 +73,10 @@ def main(run_dir: Path, steps: int, step_s: float, end: str) -> None:
             if end == "stuck":
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
                 ctypes.CDLL(None).sleep(60)
-            while end == "hang":
+            if end == "killed":
+                time.sleep(1.0)
+                os.kill(os.getpid(), signal.SIGKILL)
+            while end in ("hang", "peer_killed"):
                 time.sleep(0.05)
             tracker.log(steps, {"val/loss": 2.25})
             tracker.sample("def ", "f(x):\n    return x\n")

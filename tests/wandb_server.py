@@ -20,11 +20,14 @@ class Server(ThreadingHTTPServer):
 class WandbServer:
     """Serves on 127.0.0.1 while the `with` block lasts.
 
-    `runs` maps a run's id to {"name", "group", "job_type", "tags", "config", "history", "summary", "exit_code"}.
+    `runs` maps a run's id to {"name", "group", "project", "job_type", "tags", "config", "history", "summary", "alerts",
+    "exit_code"}.
+    A run that starts with the id of an earlier one takes its place. `views` are the workspaces that were saved.
     """
 
     def __enter__(self):
         self.runs: dict[str, dict] = {}
+        self.views: list[dict] = []
         self.unknown: list[str] = []
         self._server = Server(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -48,7 +51,10 @@ class WandbServer:
             return {"viewer": {"id": "u", "username": ENTITY, "entity": ENTITY, "flags": "{}", "teams": {"edges": []}}}
         if name == "UpsertBucket":
             run_id = variables.get("name") or variables.get("id")
-            run = self.runs.setdefault(run_id, {"history": {}, "summary": {}, "config": {}, "exit_code": None})
+            if variables.get("displayName") or run_id not in self.runs:  # later ones only bring configuration
+                empty = {"history": {}, "summary": {}, "config": {}, "exit_code": None, "alerts": []}
+                self.runs[run_id] = empty | {"project": variables.get("project")}
+            run = self.runs[run_id]
             for field, key in (
                 ("name", "displayName"),
                 ("group", "groupName"),
@@ -67,6 +73,9 @@ class WandbServer:
         if name == "CreateRunFiles":
             files = [{"name": f, "uploadUrl": f"{self.url}/storage/{f}"} for f in variables.get("files", [])]
             return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": files}}
+        if name == "NotifyScriptableRunAlert":
+            self.runs[variables["runName"]]["alerts"].append(f"{variables['title']}: {variables['text']}")
+            return {"notifyScriptableRunAlert": {"success": True}}
         if name == "RunStoppedStatus":
             return {"project": {"run": {"stopped": False}}}
         self.unknown.append(name)

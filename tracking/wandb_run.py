@@ -19,10 +19,10 @@ from omegaconf import OmegaConf
 
 from tracking.mode import TrackingError, decide, server
 from tracking.result import NAMED, load, named, now, plain, write
+from tracking.runs import SWEEP_FILE
 
 # In a run's folder: id, group, project, display_name, mode, url, file (relative), and status and cause as W&B has them.
 FILE = "wandb.json"
-SWEEP_FILE = "sweep.json"
 LONGEST_ID = 128  # W&B's limit
 
 HAND_OVER_S = 0.5
