@@ -15,6 +15,7 @@ from parallel import compose, frozen, overrides, rules
 OPTIONS = [(group, option) for group, names in overrides.options().items() for option in names]
 # Ranks of each layout on a machine without GPUs and on one with eight.
 WORLD = {
+    "cp2": (2, 8),
     "dp": (1, 8),
     "single": (1, 1),
     "dp2": (2, 2),
