@@ -151,6 +151,14 @@ def rank(run_dir: Path) -> None:
     groups.stop()
 
 
+def frozen_point(run_dir: Path) -> int:
+    """Start the ranks of a point that was frozen before, in a SLURM job of its own; the exit code."""
+    try:
+        return start(run_dir, load(run_dir))
+    except KeyboardInterrupt:
+        return 130
+
+
 def attached_rank(argv: list[str]) -> None:
     """Train as one of the ranks that torchrun or SLURM started."""
     rank(attach(argv))
@@ -159,6 +167,8 @@ def attached_rank(argv: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
         rank_process.run(rank, Path(sys.argv[2]))
+    elif sys.argv[1:2] == ["--point"]:
+        sys.exit(frozen_point(Path(sys.argv[2])))
     elif attached():
         rank_process.run(attached_rank, sys.argv[1:])
     else:

@@ -91,7 +91,8 @@ class Step:
         self._reader.start()
 
     def _environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith("SLURM_")}
+        other = ("SLURM_", "TORCHELASTIC_")
+        kept = {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith(other)}
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         return kept | {"SLURM_HOSTFILE": str(self._dir / "rank.hosts"), "PYTHONPATH": path}
 
