@@ -56,7 +56,7 @@ class Run:
             for line in history.read(self.folder):
                 lines.append(line)
         except (OSError, ValueError) as error:
-            self.report(f"{_said(error)}; what comes before is shown")
+            self.report(f"{_said(error).removeprefix(f'{self.folder}{os.sep}')}; what comes before is shown")
         return lines
 
     @cached_property

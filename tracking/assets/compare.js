@@ -12,6 +12,7 @@ let plots = [], shown = [];
 const paint = (i, n) => (i < 0 ? color("--soft") : n <= 8 ? color(`--c${i}`) : `hsl(${Math.round((320 * i) / n)} 62% ${dark.matches ? 66 : 42}%)`);
 const of_run = (run) => paint(colour.values.indexOf(run.values[colour.name]), colour.values.length);
 const clock = (s) => (s >= 7200 ? `${+(s / 3600).toFixed(1)} h` : s >= 120 ? `${+(s / 60).toFixed(1)} min` : `${+s.toPrecision(3)} s`);
+const clock_steps = [0.1, 0.2, 0.5, ...[1, 2, 5, 10, 20, 30].flatMap((v) => [v, 60 * v]).sort((a, b) => a - b), ...[1, 2, 4, 8, 12, 24, 48, 120, 240].map((v) => 3600 * v)];
 const x_text = (v) => (x_axis.value === "t" ? clock(v) : compact.format(v));
 
 // The value of a curve nearest to a position on the common x-axis, where most curves have none.
@@ -85,7 +86,7 @@ function draw(chart) {
     cursor: { sync: { key: "page", setSeries: true }, focus: { prox: 24 }, dataIdx: nearest, points: { show: (_, i) => (i === lit ? undefined : false) } },
     focus: { alpha: shown.length > 1 ? 0.12 : 1 },
     scales: { x: { time: false }, y: y_scale(log) },
-    axes: axes(log, x_text), padding: [8, 16, 0, 0],
+    axes: axes(log, x_text, x_axis.value === "t" ? clock_steps : undefined), padding: [8, 16, 0, 0],
     series: [{}, ...shown.map((run) => ({ label: run.name, stroke: of_run(run), width: shown.length > 20 ? 1.2 : 1.7, alpha: shown.length > 20 ? 0.8 : 1, points: { show: few, size: 5, fill: color("--card") } }))],
     hooks: {
       ready: [say], setCursor: [say], draw: [(plot) => crosses(plot, chart, lit)],

@@ -14,7 +14,7 @@ function rounds(plot, ticks) {
   return ticks.map((v) => (wanted.includes(+(v / 10 ** Math.floor(Math.log10(v) + 1e-9)).toPrecision(6)) ? v : null));
 }
 
-function axes(log, x_values = (v) => compact.format(v)) {
+function axes(log, x_values = (v) => compact.format(v), x_steps = undefined) {
   const axis = (values) => ({
     stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false },
     font: "12px system-ui, sans-serif", values: (_, ticks) => ticks.map((v) => (v == null ? "" : values(v))),
@@ -24,7 +24,7 @@ function axes(log, x_values = (v) => compact.format(v)) {
     y.filter = rounds;
     y.grid.filter = rounds;
   }
-  return [{ ...axis(x_values), size: 32 }, y];
+  return [{ ...axis(x_values), size: 32, ...(x_steps && { incrs: x_steps }) }, y];
 }
 
 const y_scale = (log, from_zero) => (log ? { distr: 3, range: (_, low, high) => [low / 1.1, high * 1.1] }
