@@ -59,7 +59,7 @@ def run(run_dir, frozen, steps=5, end=""):
 def wandb_sync(*folders):
     """Uploads with W&B's own command."""
     words = [tracked.WANDB, "sync", *map(str, folders)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=folders[0].parent, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 

@@ -22,12 +22,12 @@ class WandbServer:
 
     `runs` maps a run's id to {"name", "group", "project", "job_type", "tags", "config", "history", "summary", "alerts",
     "exit_code"}.
-    A run that starts with the id of an earlier one takes its place. `views` are the workspaces that were saved.
+    A run that starts with the id of an earlier one takes its place. `views` are saved workspaces by name.
     """
 
     def __enter__(self):
         self.runs: dict[str, dict] = {}
-        self.views: list[dict] = []
+        self.views: dict[str, dict] = {}
         self.unknown: list[str] = []
         self._server = Server(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -47,7 +47,7 @@ class WandbServer:
         operation = re.search(r"(?:query|mutation)\s+(\w+)", query)
         name = operation.group(1) if operation else "?"
         project = {"id": "p", "name": variables.get("project", "p"), "entity": {"id": "e", "name": ENTITY}}
-        if name == "Viewer":
+        if name in ("Viewer", "GetDefaultEntity"):
             return {"viewer": {"id": "u", "username": ENTITY, "entity": ENTITY, "flags": "{}", "teams": {"edges": []}}}
         if name == "UpsertBucket":
             run_id = variables.get("name") or variables.get("id")
@@ -76,6 +76,13 @@ class WandbServer:
         if name == "NotifyScriptableRunAlert":
             self.runs[variables["runName"]]["alerts"].append(f"{variables['title']}: {variables['text']}")
             return {"notifyScriptableRunAlert": {"success": True}}
+        if name == "UpsertView2":
+            view = self.views.setdefault(variables["name"], {"id": f"view{len(self.views)}"})
+            view |= {"displayName": variables["displayName"], "spec": variables["spec"]}
+            return {"upsertView": {"view": {"id": view["id"], "name": variables["name"]}, "inserted": True}}
+        if name == "View":
+            found = self.views.get(variables["viewName"])
+            return {"project": {"allViews": {"edges": [{"node": found}] if found else []}}}
         if name == "RunStoppedStatus":
             return {"project": {"run": {"stopped": False}}}
         self.unknown.append(name)

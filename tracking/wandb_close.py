@@ -62,9 +62,11 @@ def _closed(records: list[bytes], name: str, outcome: dict) -> list[bytes]:
 
 
 def _send(folder: Path) -> str | None:
-    words = ["sync", "--include-online", "--include-synced", str(folder)]
+    words = ["sync", "--include-online", "--include-synced", str(folder.resolve())]
+    command = [sys.executable, "-P", "-m", "wandb", *words]
     try:
-        done = subprocess.run([sys.executable, "-m", "wandb", *words], capture_output=True, timeout=SEND_TIMEOUT_S)
+        # It keeps its own log in the folder it is called in.
+        done = subprocess.run(command, cwd=folder.parent.parent, capture_output=True, timeout=SEND_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         done = None
     if done is None or done.returncode:
