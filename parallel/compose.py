@@ -25,6 +25,7 @@ from parallel.frozen import FILE, Frozen, freeze, load
 __all__ = [
     "Refused",
     "check",
+    "chosen",
     "command_line",
     "compose",
     "freeze",
@@ -105,7 +106,7 @@ def compose(argv: list[str]) -> tuple[DictConfig, dict[str, str], list[str], Pat
     # The folder's name depends on Hydra's own values, which are read through HydraConfig.
     HydraConfig.instance().set_config(full)
     run_dir = Path(str(full.hydra.run.dir))
-    choices, task = _choices(full.hydra), list(full.hydra.overrides.task)
+    choices, task = chosen(full.hydra), list(full.hydra.overrides.task)
     return OmegaConf.masked_copy(full, [key for key in full if key != "hydra"]), choices, task, run_dir
 
 
@@ -133,7 +134,7 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
             return
         for note in rules.notes(resolved, rules.visible_gpus()):
             print(f"note: {note}")
-        frozen = freeze(resolved, run_dir, _choices(hydra_cfg), list(hydra_cfg.overrides.task))
+        frozen = freeze(resolved, run_dir, chosen(hydra_cfg), list(hydra_cfg.overrides.task))
         started.append(run_dir)
         codes.append(run(run_dir, frozen))
 
@@ -184,10 +185,10 @@ def _refuse(sentences: list[str]) -> None:
         raise Refused(sentences)
 
 
-def _choices(hydra_cfg: DictConfig) -> dict[str, str]:
+def chosen(hydra_cfg: DictConfig) -> dict[str, str]:
     """The chosen option of every group of this project."""
-    chosen = hydra_cfg.runtime.choices
-    return {group: str(chosen[group]) for group in overrides.options() if chosen.get(group) is not None}
+    options = hydra_cfg.runtime.choices
+    return {group: str(options[group]) for group in overrides.options() if options.get(group) is not None}
 
 
 def _sentence(error: Exception) -> str:

@@ -60,7 +60,7 @@ def first_cause(ended: list[Ended], ranks_dir: Path, oom_kills_before: int | Non
     if end.code == -signal.SIGKILL:
         status, message = _killed(oom_kills_before, end.out_of_memory)
     log = ranks_dir / f"rank{end.rank}.log"
-    return Cause(status, f"rank {end.rank}: {_one_line(message)} (log: {_short(log)})")
+    return Cause(status, f"rank {end.rank}: {_one_line(message)} (log: {short(log)})")
 
 
 def _recorded(file: Path) -> tuple[str | None, float]:
@@ -101,6 +101,6 @@ def _one_line(message: str) -> str:
     return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
 
 
-def _short(path: Path) -> str:
+def short(path: Path) -> str:
     """The path as a user in this folder would type it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel import slurm
+from parallel.failure import short
 from parallel.resolve import resolve, world_size
 
 SHARED_S = 60.0  # until a file written on one node is seen on another
@@ -68,7 +69,7 @@ def resources(cfg) -> dict[str, int]:
 
 @dataclass
 class Job:
-    """One submitted point. `state` is SLURM's word; `ended` tells when it was first missed in the queue."""
+    """One submitted point. `state` is SLURM's word; `ended` tells when the job was first missed in the queue."""
 
     run_dir: Path
     id: str
@@ -100,7 +101,7 @@ def submit(run_dir: Path, cfg, name: str, options: dict) -> Job:
 
 
 def follow(jobs: list[Job], poll_s: float) -> Iterator[Job]:
-    """Each job when its state changes, until all have ended; the points of those that have are complete then."""
+    """Each job when it starts to run and when it has ended, until all have; its result.json is complete then."""
     waiting = list(jobs)
     while waiting:
         states = _queue()
@@ -111,7 +112,7 @@ def follow(jobs: list[Job], poll_s: float) -> Iterator[Job]:
                 if _settled(job):
                     waiting.remove(job)
                     yield job
-            elif state != job.state:
+            elif state == "RUNNING" and job.state == "PENDING":
                 job.state = state
                 yield job
         if waiting:
@@ -137,17 +138,22 @@ def _queue() -> dict[str, str] | None:
 
 def _settled(job: Job) -> bool:
     """Whether the ended job's result.json says how it ended; what the job could not say is taken from SLURM."""
-    from tracking import result
+    from tracking import result, wandb_close
 
     state, seen = _final_state(job.id), result.load(job.run_dir).get("status")
     job.state = state or "ENDED"
     if state == "COMPLETED" and seen is None and time.monotonic() - job.ended < SHARED_S:
         return False
     if state in _STATUS and seen in (None, "failed", "interrupted"):
-        result.complete(job.run_dir, _STATUS[state], f"SLURM ended job {job.id}: {state} (output: {output(job)})")
+        status, cause = _STATUS[state], f"SLURM ended job {job.id}: {state}"
     elif seen is None:
-        words = f"SLURM job {job.id} ended without a result: {state or 'its state is not known any more'}"
-        result.complete(job.run_dir, "failed", f"{words} (output: {output(job)})")
+        status = "failed"
+        cause = f"SLURM job {job.id} ended without a result: {state or 'its state is not known any more'}"
+    else:
+        return True
+    result.complete(job.run_dir, status, f"{cause} (output: {short(output(job))})")
+    if problem := wandb_close.close(job.run_dir):
+        print(problem, file=sys.stderr)
     return True
 
 
