@@ -11,7 +11,7 @@ let plots = [], shown = [];
 // Few values get colours that are far apart, many (or ordered) ones a walk around the colour wheel.
 const paint = (i, n) => (i < 0 ? color("--soft") : n <= 8 ? color(`--c${i}`) : `hsl(${Math.round((320 * i) / n)} 62% ${dark.matches ? 66 : 42}%)`);
 const of_run = (run) => paint(colour.values.indexOf(run.values[colour.name]), colour.values.length);
-const clock = (s) => (s >= 7200 ? `${+(s / 3600).toFixed(1)} h` : s >= 120 ? `${+(s / 60).toFixed(1)} min` : `${+s.toPrecision(3)} s`);
+const clock = (s) => (s >= 7200 ? `${+(s / 3600).toFixed(1)} h` : s >= 60 ? `${Math.floor(s / 60)}:${String(Math.floor(s % 60)).padStart(2, "0")}` : `${+s.toPrecision(3)} s`);
 const clock_steps = [0.1, 0.2, 0.5, ...[1, 2, 5, 10, 20, 30].flatMap((v) => [v, 60 * v]).sort((a, b) => a - b), ...[1, 2, 4, 8, 12, 24, 48, 120, 240].map((v) => 3600 * v)];
 const x_text = (v) => (x_axis.value === "t" ? clock(v) : compact.format(v));
 
