@@ -137,6 +137,10 @@ def test_an_offline_run_is_complete_and_readable(run_dir, env):
     assert overview["summary"]["result/status"] == "ok" and overview["summary"]["result/val_loss_best"] == 2.25
     recorded = [{name: row[name] for name in row if not name.startswith("_")} for row in rows]
     assert recorded == [{name: line[name] for name in line if name != "step"} for line in tracked.lines(run_dir)]
+    _, axes = tracked.leet(run_dir, env, "metric")
+    assert {axis["glob_name"].partition("/")[0] for axis in axes if axis.get("step_metric") == "tokens"} == {
+        name.partition("/")[0] for row in recorded for name in row if "/" in name
+    }
     folder = next((run_dir / "wandb").glob("offline-run-*")).relative_to(run_dir.parent)
     assert f"wandb leet {folder}" in done.stdout and f"wandb sync {folder}" in done.stdout
 
@@ -189,6 +193,10 @@ def test_training_goes_on_when_wandb_dies(run_dir, env):
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and tracked.result(run_dir)["steps"] == 200
     assert said.count("W&B has stopped recording") == 1
+    overview, rows = tracked.leet(run_dir, env)
+    assert (overview["state"], overview["exit_code"]) == ("finished", 0)
+    assert [row["tokens"] for row in rows] == [line["tokens"] for line in tracked.lines(run_dir)]
+    assert overview["summary"]["result/steps"] == 200 and overview["summary"]["val/loss"] == 2.25
 
 
 def test_disabled_imports_and_leaves_nothing_of_wandb(run_dir, env):

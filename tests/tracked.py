@@ -67,8 +67,8 @@ def wait_for_step(run_dir: Path, step: int, timeout: float = 30) -> None:
     raise AssertionError(f"step {step} did not come within {timeout} s")
 
 
-def leet(run_dir: Path, env: dict) -> tuple[dict, list[dict]]:
-    """What W&B's own reader finds in the file of a run: its overview and the rows of its history."""
+def leet(run_dir: Path, env: dict, kind: str = "history") -> tuple[dict, list[dict]]:
+    """What W&B's own reader finds in the file of a run: its overview and its records of a kind."""
     (folder,) = (run_dir / "wandb").glob("*run-*_*")
 
     def inspect(*words: str) -> str:
@@ -83,4 +83,5 @@ def leet(run_dir: Path, env: dict) -> tuple[dict, list[dict]]:
         return done.stdout
 
     records = [json.loads(line) for line in inspect().splitlines()]
-    return json.loads(inspect("--summary")), [r["history"]["item"] for r in records if r["type"] == "history"]
+    found = [record[kind] for record in records if record["type"] == kind]
+    return json.loads(inspect("--summary")), [row["item"] for row in found] if kind == "history" else found

@@ -1,8 +1,8 @@
 """A run without a model, for the tests of tracking: python tracked_run.py RUN_DIR STEPS STEP_S [END].
 
 END is what happens after the last step: nothing, `raise`, `oom`, `nan`, `hang` (to be ended by a signal), `stuck` (in a
-call that no signal interrupts, as a collective is whose peers are gone), `killed` (by SIGKILL, a second later), or
-`peer_killed` (the last rank; this one hangs). Ranks above 0 log nothing, as in train.py.
+call that no signal interrupts, as a collective is whose peers are gone), `killed` (by SIGKILL, a second later),
+`killed_at_once`, or `peer_killed` (the last rank; this one hangs). Ranks above 0 log nothing, as in train.py.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ def other_rank(run_dir: Path, steps: int, end: str) -> None:
         time.sleep(0.05)
     if end == "peer_killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    while end in ("hang", "killed"):
+    while end.startswith(("hang", "killed")):
         time.sleep(0.05)
 
 
@@ -73,8 +73,8 @@ def main(run_dir: Path, steps: int, step_s: float, end: str) -> None:
             if end == "stuck":
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
                 ctypes.CDLL(None).sleep(60)
-            if end == "killed":
-                time.sleep(1.0)
+            if end in ("killed", "killed_at_once"):
+                time.sleep(1.0 if end == "killed" else 0.0)
                 os.kill(os.getpid(), signal.SIGKILL)
             while end in ("hang", "peer_killed"):
                 time.sleep(0.05)

@@ -163,6 +163,10 @@ class WandbRun:
             self._run.finish(exit_code=0 if status == "ok" else 1)
             with contextlib.suppress(OSError):  # whoever started the ranks then closes the run once more
                 self._remember(self._fields, status, summary["cause"])
+        else:
+            from tracking import wandb_close
+
+            wandb_close.close(self._run_dir)
         self._run = None
 
     def _hand_over_often(self) -> None:
