@@ -370,6 +370,8 @@ class Launch:
     kind: LaunchKind = MISSING
     # What they compute on.
     device: Device = MISSING
+    # Points of a sweep that run at the same time, each on its own GPUs; says nothing about a point.
+    parallel_points: int = 1
 
 
 @dataclass
@@ -387,3 +389,24 @@ class Config:
     tracking: Tracking = field(default_factory=Tracking)
     cluster: Cluster = field(default_factory=Cluster)
     launch: Launch = field(default_factory=Launch)
+
+
+@dataclass
+class Sweep:
+    """What is done with the points of a sweep; no part of any point."""
+
+    # Run the legal points when others are not, and list those with their reasons, instead of starting nothing.
+    skip_illegal: bool = MISSING
+
+
+@dataclass
+class CommandLine(Config):
+    """Everything that can be set: the values of a point, and what concerns a sweep as a whole."""
+
+    sweep: Sweep = field(default_factory=Sweep)
+    # Continue an earlier sweep: true for the newest of the same command, or the folder of one.
+    resume: bool | str = MISSING
+    # Statuses of the points that run again, such as oom,failed; null for every point that is not ok.
+    retry: str | None = None
+    # Metric or field of result.json that is the outcome of a point for Hydra's sweepers that search.
+    optimized_metric: str | None = None

@@ -1,15 +1,19 @@
-"""Hydra's own launcher, except that every point of a sweep is checked before the first one starts."""
+"""The launcher of sweeps on this machine: checks every point before the first starts, and accounts for every one."""
 
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.config_store import ConfigStore
-from hydra.core.utils import JobReturn, filter_overrides
-from omegaconf import OmegaConf
+from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 
-from parallel.compose import Refused, check, remove_unless_used
+from parallel import points, signals, sweep
+from parallel.compose import remove_unless_used
+from parallel.refused import Refused
+from tracking import result
 
 
 @dataclass
@@ -26,16 +30,43 @@ class ValidatedLauncher(BasicLauncher):
     """Checks all points, lists the problems of all of them, and only then runs one after another."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run the points; raises Refused, naming point and problem, before the first if any of them cannot run."""
-        found = []
-        for number, overrides in enumerate(job_overrides, start=initial_job_idx):
-            cfg = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
-            try:
-                check(OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]))
-            except Refused as refusal:
-                words = " ".join(filter_overrides(overrides))
-                found += [f"#{number} {words}: {sentence}" for sentence in refusal.sentences]
-        if found:
-            remove_unless_used(Path(str(self.config.hydra.sweep.dir)), "multirun.yaml")
-            raise Refused(found)
-        return super().launch(job_overrides, initial_job_idx)
+        """Run the points that are not done; one that fails is recorded and the next runs.
+
+        Raises Refused, naming point and problem, before the first if any of them cannot run.
+        """
+        setup_globals()
+        loader, folder = self.hydra_context.config_loader, Path(str(self.config.hydra.sweep.dir))
+        planned = points.plan(loader, self.config, job_overrides)
+        try:
+            begun, due = points.begin(folder, self.config, planned, sys.argv[1:])
+        except Refused:
+            remove_unless_used(folder, "multirun.yaml")
+            raise
+        with signals.as_exceptions(signal.SIGTERM, signal.SIGHUP):
+            for place, point in enumerate(due, start=1):
+                print(f"\n──── {point} ──── {place} of {len(due)}", flush=True)
+                self._run(begun, point)
+        return [_returned(begun.outcome(point)) for point in planned]
+
+    def _run(self, begun: sweep.Sweep, point: sweep.Point) -> None:
+        begun.freeze(point)
+        full = points.compose(self.hydra_context.config_loader, self.config, point)
+        job = run_job(
+            hydra_context=self.hydra_context,
+            task_function=self.task_function,
+            config=full,
+            job_dir_key="hydra.sweep.dir",
+            job_subdir_key="hydra.sweep.subdir",
+        )
+        if job.status is JobStatus.FAILED:
+            # Not a failure of the ranks, of which the task function tells, but one of starting them.
+            error = job._return_value
+            cause = f"{type(error).__name__}: {error}"
+            print(cause, file=sys.stderr)
+            result.complete(begun.run_dir(point), "failed", cause)
+
+
+def _returned(outcome: float | None) -> JobReturn:
+    job = JobReturn(status=JobStatus.COMPLETED)
+    job.return_value = outcome
+    return job

@@ -6,6 +6,7 @@ import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,9 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from conf.schema import Config
-from parallel import memory, overrides, rules, slurm
+from conf.schema import CommandLine, Config
+from parallel import memory, overrides, resume, rules, slurm, sweep
 from parallel.frozen import FILE, Frozen, freeze, load
+from parallel.refused import Refused
 
 __all__ = [
     "Refused",
@@ -37,18 +39,12 @@ __all__ = [
 
 NUMBER = re.compile(r"(?<![\w.'\"+-])[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?(?![\w.'\"])")
 REFUSED = 2
+SWEEPS = "hydra.mode=MULTIRUN"
+NOT_OF_A_POINT = {"hydra"} | {f.name for f in fields(CommandLine)} - {f.name for f in fields(Config)}
 # Hydra 1.3 complains when version_base is left out, Hydra 1.4 when it is given; both mean the current behaviour here.
 CURRENT = {} if [int(part) for part in hydra.__version__.split(".")[:2]] >= [1, 4] else {"version_base": None}
 
-ConfigStore.instance().store(name="schema", node=Config)
-
-
-class Refused(Exception):
-    """A command line that cannot run; `sentences` says why, one rule each."""
-
-    def __init__(self, sentences: list[str]):
-        super().__init__("\n".join(sentences))
-        self.sentences = sentences
+ConfigStore.instance().store(name="schema", node=CommandLine)
 
 
 def quote_choices(argv: list[str]) -> list[str]:
@@ -56,6 +52,8 @@ def quote_choices(argv: list[str]) -> list[str]:
     quoted = []
     for argument in argv:
         key, equals, value = argument.partition("=")
+        if key == "retry" and "," in value and value[0] not in "'\"":
+            argument = f"{key}='{value}'"  # one list, where Hydra would see two points
         if equals and key.lstrip("+") in overrides.options():
             argument = f"{key}={NUMBER.sub(lambda number: repr(number.group()), value)}"
         quoted.append(argument)
@@ -70,7 +68,7 @@ def check(cfg: DictConfig, world: int | None = None, gpus: int | None = None) ->
     """
     try:
         # Overrides that add keys, and files that do, pass Hydra's own check.
-        cfg = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(cfg, resolve=True))
+        cfg = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(of_a_point(cfg), resolve=True))
     except OmegaConfBaseException as error:
         raise Refused([_sentence(error)]) from None
     missing = sorted(OmegaConf.missing_keys(cfg))
@@ -107,7 +105,12 @@ def compose(argv: list[str]) -> tuple[DictConfig, dict[str, str], list[str], Pat
     HydraConfig.instance().set_config(full)
     run_dir = Path(str(full.hydra.run.dir))
     choices, task = chosen(full.hydra), list(full.hydra.overrides.task)
-    return OmegaConf.masked_copy(full, [key for key in full if key != "hydra"]), choices, task, run_dir
+    return of_a_point(full), choices, task, run_dir
+
+
+def of_a_point(cfg: DictConfig) -> DictConfig:
+    """A composed configuration without what concerns Hydra or a sweep as a whole."""
+    return OmegaConf.masked_copy(cfg, [key for key in cfg if key not in NOT_OF_A_POINT])
 
 
 def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
@@ -124,6 +127,11 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
     def point(cfg: DictConfig) -> None:
         hydra_cfg = HydraConfig.get()
         run_dir = Path(hydra_cfg.runtime.output_dir)
+        if sweep.current is not None:  # its launcher has checked and frozen the point
+            frozen = load(run_dir)
+            _say_notes(frozen.cfg)
+            run(run_dir, frozen)
+            return
         try:
             if (run_dir / FILE).exists():
                 raise Refused([f"{run_dir} holds a run already: name another folder with hydra.run.dir."])
@@ -132,8 +140,7 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
             remove_unless_used(run_dir, ".hydra")
             refused.extend(refusal.sentences)
             return
-        for note in rules.notes(resolved, rules.visible_gpus()):
-            print(f"note: {note}")
+        _say_notes(resolved)
         frozen = freeze(resolved, run_dir, chosen(hydra_cfg), list(hydra_cfg.overrides.task))
         started.append(run_dir)
         codes.append(run(run_dir, frozen))
@@ -144,8 +151,10 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         flags = _flags(argv)
+        argv = resume.command(argv, flags.multirun or SWEEPS in argv)
+        flags = _flags(argv)
         own = Path(flags.config_dir) if flags.config_dir else None
-        _refuse(overrides.problems(flags.overrides, flags.multirun or "hydra.mode=MULTIRUN" in argv, own))
+        _refuse(overrides.problems(flags.overrides, flags.multirun or SWEEPS in argv, own))
         sys.argv[1:] = argv
         point()
     except Refused as refusal:
@@ -160,6 +169,10 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
         return 130
     finally:
         os.environ.pop("HYDRA_FULL_ERROR", None)
+        if sweep.current is not None:
+            sweep.current.end()
+    if sweep.current is not None:
+        return sweep.current.exit_code()
     if refused:
         return tell(refused, "Not every point was started:" if codes else "Nothing was started:")
     return next((code for code in codes if code), 0)
@@ -169,6 +182,11 @@ def tell(sentences: list[str], headline: str = "Nothing was started:") -> int:
     """Print why nothing was started; the exit code that says so."""
     print(headline, *(f"  - {sentence}" for sentence in sentences), sep="\n", file=sys.stderr)
     return REFUSED
+
+
+def _say_notes(cfg) -> None:
+    for note in rules.notes(cfg, rules.visible_gpus()):
+        print(f"note: {note}")
 
 
 def _flags(argv: list[str]) -> Namespace:
@@ -188,7 +206,8 @@ def _refuse(sentences: list[str]) -> None:
 def chosen(hydra_cfg: DictConfig) -> dict[str, str]:
     """The chosen option of every group of this project."""
     options = hydra_cfg.runtime.choices
-    return {group: str(options[group]) for group in overrides.options() if options.get(group) is not None}
+    groups = [group for group in overrides.options() if group != "sweep"]
+    return {group: str(options[group]) for group in groups if options.get(group) is not None}
 
 
 def _sentence(error: Exception) -> str:

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.schema import Config
+from conf.schema import CommandLine, Config
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 # The other groups (experiment) have no values of their own: they set those of these.
@@ -47,7 +47,10 @@ def default_groups() -> list[str]:
 @cache
 def keys() -> list[str]:
     """Every dotted key of the schema."""
-    return [f"{g.name}.{f.name}" for g in fields(Config) for f in fields(get_type_hints(Config)[g.name])]
+    found = []
+    for name, hint in get_type_hints(CommandLine).items():
+        found += [f"{name}.{f.name}" for f in fields(hint)] if is_dataclass(hint) else [name]
+    return found
 
 
 def problems(words: list[str], multirun: bool, own: Path | None = None) -> list[str]:
@@ -114,7 +117,7 @@ def _group_problems(group: str, known: list[str], value: Any, override: Override
 
 def key_type(name: str) -> Any:
     """The schema's type of a dotted key, None if it has none by that name."""
-    hint: Any = Config
+    hint: Any = CommandLine
     for part in name.split("."):
         if is_dataclass(hint):
             hint = get_type_hints(hint).get(part)
@@ -131,7 +134,7 @@ def _type_problems(name: str, hint: Any, value: Any) -> list[str]:
     if isinstance(value, str) and "${" in value:
         return []
     try:
-        OmegaConf.update(OmegaConf.structured(Config), name, value, force_add=True)
+        OmegaConf.update(OmegaConf.structured(CommandLine), name, value, force_add=True)
         return []
     except OmegaConfBaseException:
         whole = int in (hint, *get_args(hint)) and isinstance(value, float) and value.is_integer()

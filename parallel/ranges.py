@@ -72,6 +72,7 @@ RANGES = {
     "cluster.network_gb_s": ABOVE_ZERO,
     "cluster.devices_per_node": FROM_ONE,
     "cluster.nodes": FROM_ONE,
+    "launch.parallel_points": FROM_ONE,
 }
 
 

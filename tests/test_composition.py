@@ -1,9 +1,7 @@
 """What a command line composes to: every option, automatic values, the frozen file that ranks read, run folders."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -189,42 +187,3 @@ def test_composition_imports_neither_torch_nor_megatron(plain_env, tmp_path):
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in run.stderr.splitlines()}
     assert "hydra" in imported and not imported & {"torch", "megatron", "wandb", "numpy"}
     assert yaml.safe_load(run.stdout)["parallel"]["name"] == "dp"
-
-
-RECORD = """
-import sys
-sys.path.insert(0, sys.argv.pop(1))
-from parallel.compose import command_line
-
-def run(run_dir, frozen):
-    print(run_dir.parent.parent.name, run_dir.name, frozen.world_size, frozen.choices["clip"])
-    return 3 if frozen.choices["clip"] == "none" else 0
-
-sys.exit(command_line(run, sys.argv[1:]))
-"""
-
-
-def record(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run the parent's half of train.py with a stand-in for the ranks that prints what they would be started for."""
-    program = tmp_path / "record.py"
-    program.write_text(RECORD)
-    command = [sys.executable, str(program), str(overrides.CONF.parent), *words]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-
-
-def test_a_sweep_runs_every_point_with_its_own_world_size_and_folder(tmp_path):
-    run = record(tmp_path, "parallel=single,tp2", "-m", "clip=0.1,1.0")
-    assert run.returncode == 0, run.stderr
-    assert [line.split() for line in run.stdout.splitlines()] == [
-        ["sweeps", "0_tiny_single_fp32_adamw_clip-0.1", "1", "0.1"],
-        ["sweeps", "1_tiny_single_fp32_adamw_clip-1.0", "1", "1.0"],
-        ["sweeps", "2_tiny_tp2_fp32_adamw_clip-0.1", "2", "0.1"],
-        ["sweeps", "3_tiny_tp2_fp32_adamw_clip-1.0", "2", "1.0"],
-    ]
-
-
-def test_a_failing_point_gives_its_exit_code_and_the_next_runs(tmp_path):
-    run = record(tmp_path, "-m", "clip=none,1.0")
-    assert run.returncode == 3
-    assert [line.split()[-1] for line in run.stdout.splitlines()] == ["none", "1.0"]

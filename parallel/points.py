@@ -1,0 +1,86 @@
+"""From the words of a sweep's points to checked points."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.conf import HydraConf
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import filter_overrides
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from parallel import resume, sweep
+from parallel.compose import check, chosen, of_a_point
+from parallel.frozen import config_hash
+from parallel.refused import Refused
+from parallel.sweep import Point, Sweep
+
+
+def plan(loader, master: DictConfig, job_overrides: Sequence[Sequence[str]], checked=check) -> list[Point]:
+    """The points that Hydra's sweeper asks for, composed and checked by `checked(cfg)`; nothing is started.
+
+    `loader` is Hydra's config loader, `master` its configuration of the sweep.
+    """
+    points = []
+    for words in job_overrides:
+        full = loader.load_sweep_config(master, list(words))
+        point = Point(
+            words=list(words),
+            overrides=[word for word in filter_overrides(words) if resume.key(word) not in resume.OWN],
+            choices=chosen(full.hydra),
+            cfg=None,
+            config_hash=None,
+        )
+        try:
+            point.cfg = checked(of_a_point(full))
+            point.config_hash = config_hash(point.cfg)
+        except Refused as refusal:
+            point.problems = refusal.sentences
+        points.append(point)
+    return points
+
+
+def begin(folder: Path, master: DictConfig, planned: list[Point], command: list[str]) -> tuple[Sweep, list[Point]]:
+    """The sweep in `folder` with these points, and those of them that are to run now.
+
+    Raises Refused, with all problems, when points cannot run and `sweep.skip_illegal` does not say to leave them out.
+    """
+    refused = [point for point in planned if point.problems]
+    if refused and not (master.sweep.skip_illegal and len(refused) < len(planned)):
+        raise Refused([f"#{planned.index(p)} {' '.join(p.overrides)}: {line}" for p in refused for line in p.problems])
+    begun = sweep.current or Sweep(folder, command, master)
+    due = begun.take(planned, Folders(master))
+    sweep.current = begun
+    for point in refused:
+        print(*(f"skipped {point}: {line}" for line in point.problems), sep="\n")
+    done = len(planned) - len(refused) - len(due)
+    if done:
+        print(f"{done} of {len(planned)} points are done already, {len(due)} are left to run.")
+    return begun, due
+
+
+def compose(loader, master: DictConfig, point: Point) -> DictConfig:
+    """Hydra's configuration of a point, which runs in the folder that it has."""
+    full = loader.load_sweep_config(master, point.words)
+    with open_dict(full):
+        full.hydra.job.id = full.hydra.job.num = point.number
+        full.hydra.sweep.subdir = point.folder
+    return full
+
+
+class Folders:
+    """Names run folders as hydra.sweep.subdir says, without composing each point again."""
+
+    def __init__(self, master: DictConfig):
+        hydra = OmegaConf.structured(HydraConf)
+        OmegaConf.set_struct(hydra, False)
+        self._full = OmegaConf.create({"hydra": OmegaConf.merge(hydra, OmegaConf.to_container(master.hydra))})
+
+    def __call__(self, point: Point) -> str:
+        hydra = self._full.hydra
+        OmegaConf.set_readonly(hydra, False)  # HydraConfig makes it so
+        hydra.job.id = hydra.job.num = point.number
+        hydra.job.override_dirname = ",".join(sorted(point.overrides))
+        hydra.runtime.choices.update(point.choices)
+        self._full.update(point.cfg or {})
+        HydraConfig.instance().set_config(self._full)
+        return str(hydra.sweep.subdir)

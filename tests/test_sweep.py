@@ -1,0 +1,212 @@
+"""Sweeps: every point checked before the first, accounted for at the end, and run once, over one command or several."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+PARENT = Path(__file__).with_name("sweep_parent.py")
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, plain_env: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`sweep("clip=0.1,1.0")` is train.py with -m, with a stand-in for ranks, in a folder of the test's own."""
+
+    def run(*words: str, multirun: bool = True) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(PARENT), *(["-m"] if multirun else []), *words]
+        return subprocess.run(command, cwd=tmp_path, env=plain_env, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+def started(tmp_path: Path) -> list[str]:
+    """The points started since the last question, as "0_tiny_..." names."""
+    file = tmp_path / "started"
+    names = [line.split()[0] for line in file.read_text().splitlines()] if file.exists() else []
+    file.unlink(missing_ok=True)
+    return names
+
+
+def numbers(tmp_path: Path) -> list[int]:
+    """The numbers of the points started since the last question."""
+    return [int(name.partition("_")[0]) for name in started(tmp_path)]
+
+
+def folders(tmp_path: Path) -> list[Path]:
+    """The sweeps there are, oldest first."""
+    return sorted(file.parent for file in (tmp_path / "runs" / "sweeps").glob("*/sweep.json"))
+
+
+def statuses(folder: Path) -> list[str]:
+    """How the points of a sweep ended, in order of their numbers; missing where nothing tells."""
+    points = json.loads((folder / "sweep.json").read_text())["points"]
+    files = [folder / point["folder"] / "result.json" for point in points]
+    return [json.loads(file.read_text())["status"] if file.exists() else "missing" for file in files]
+
+
+def test_points_of_different_world_sizes_run_one_after_another_in_folders_of_their_own(sweep, tmp_path):
+    done = sweep("parallel=single,tp2", "clip=0.1,1.0")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "started").read_text().splitlines() == [
+        "0_tiny_single_fp32_adamw_clip-0.1 1",
+        "1_tiny_single_fp32_adamw_clip-1.0 1",
+        "2_tiny_tp2_fp32_adamw_clip-0.1 2",
+        "3_tiny_tp2_fp32_adamw_clip-1.0 2",
+    ]
+    (folder,) = folders(tmp_path)
+    assert all((folder / name / ".hydra").is_dir() for name in started(tmp_path))
+    assert "4 points: 4 ok" in done.stdout and (folder / "compare.html").exists()
+
+
+def test_whatever_a_point_ends_with_is_recorded_and_the_next_runs(sweep, tmp_path):
+    done = sweep("optimizer.lr=0.5,0.6,0.7,0.8,0.9,0.1")
+    assert done.returncode == 1
+    (folder,) = folders(tmp_path)
+    assert statuses(folder) == ["nan", "oom", "failed", "timeout", "failed", "ok"]
+    table = done.stdout[done.stdout.index("cause\n") :]
+    assert all(cause in table for cause in ("made nan", "made oom", "made failed", "made timeout", "no ranks today"))
+    assert f"resume={folder.relative_to(tmp_path)}" in done.stdout
+
+
+def test_sweep_json_says_what_will_run_before_anything_does(sweep, tmp_path):
+    sweep("parallel=single,tp2", "train.seed=3,4")
+    (folder,) = folders(tmp_path)
+    found = json.loads((folder / "sweep.json").read_text())
+    assert found["id"] == folder.name and found["command"] == ["-m", "parallel=single,tp2", "train.seed=3,4"]
+    assert [point["differs"] for point in found["points"]] == [
+        {"parallel": layout, "train.seed": seed} for layout in ("single", "tp2") for seed in ("3", "4")
+    ]
+    assert len({point["config_hash"] for point in found["points"]}) == 4
+
+
+def test_every_problem_of_every_point_is_told_and_nothing_starts(sweep, tmp_path):
+    done = sweep("parallel=single,tp2", "model.heads=3,4", "train.micro_batch=2,3")
+    assert done.returncode == 2 and not started(tmp_path) and not (tmp_path / "runs").exists()
+    lines = done.stderr.splitlines()
+    assert {line.split()[1] for line in lines if line.startswith("  - #")} == {"#0", "#1", "#3", "#4", "#5", "#7"}
+    assert any("#5 parallel=tp2 model.heads=3 train.micro_batch=3: train.global_batch" in line for line in lines)
+
+
+def test_illegal_points_are_left_out_and_listed_when_asked_for(sweep, tmp_path):
+    words = "parallel=single,tp2", "train.micro_batch=2,3", "sweep.skip_illegal=true"
+    done = sweep(*words)
+    assert done.returncode == 0 and numbers(tmp_path) == [0, 2]
+    assert "skipped #1" in done.stdout and "train.micro_batch=3" in done.stdout
+    assert "2 ok, 2 skipped" in done.stdout
+    again = sweep(*words, "resume=true")
+    assert again.returncode == 0 and not started(tmp_path) and "2 ok, 2 skipped" in again.stdout
+    assert sweep("train.micro_batch=3,5", "sweep.skip_illegal=true").returncode == 2
+
+
+def test_a_sweep_is_continued_where_it_stopped(sweep, tmp_path):
+    """Hydra itself starts all points again, in a new folder."""
+    words = "optimizer.lr=0.1,0.6,0.7,0.2"
+    sweep(words)
+    assert numbers(tmp_path) == [0, 1, 2, 3]
+    again = sweep(words, "resume=true")
+    assert again.returncode == 1 and numbers(tmp_path) == [1, 2]
+    assert "2 of 4 points are done already, 2 are left to run" in again.stdout
+    sweep("resume=true", words, "retry=oom,timeout")
+    assert numbers(tmp_path) == [1]
+    (folder,) = folders(tmp_path)
+    (folder / "0_tiny_dp_fp32_adamw_clip-1.0" / "result.json").unlink()
+    sweep(f"resume={folder.relative_to(tmp_path)}", multirun=False)
+    assert numbers(tmp_path) == [0, 1, 2], "a point without a result was killed"
+    assert folders(tmp_path) == [folder] and len(list(folder.glob("*/resolved.yaml"))) == 4
+
+
+def test_an_edited_configuration_is_a_new_point(sweep, tmp_path):
+    own = tmp_path / "own" / "optimizer"
+    own.mkdir(parents=True)
+    shipped = (PARENT.parent.parent / "conf" / "optimizer" / "sgd.yaml").read_text()
+    (own / "mine.yaml").write_text(shipped)
+    words = "--config-dir", str(tmp_path / "own"), "optimizer=mine,adamw"
+    sweep(*words)
+    assert numbers(tmp_path) == [0, 1]
+    (own / "mine.yaml").write_text(re.sub(r"^lr: .*", "lr: 0.03", shipped, flags=re.MULTILINE))
+    done = sweep(*words, "resume=true")
+    assert done.returncode == 0 and started(tmp_path) == ["2_tiny_dp_fp32_mine_clip-1.0"]
+    (folder,) = folders(tmp_path)
+    assert statuses(folder) == ["ok", "ok", "ok"], "what was reached before is still there"
+
+
+def test_more_points_can_be_added_to_a_sweep(sweep, tmp_path):
+    sweep("clip=0.1,1.0")
+    (folder,) = folders(tmp_path)
+    started(tmp_path)
+    done = sweep("clip=none,0.1,1.0", f"resume={folder}")
+    assert done.returncode == 0 and started(tmp_path) == ["2_tiny_dp_fp32_adamw_clip-none"]
+
+
+def test_where_metrics_go_is_not_what_a_point_is(sweep, tmp_path):
+    sweep("clip=0.1,1.0")
+    (folder,) = folders(tmp_path)
+    started(tmp_path)
+    done = sweep(f"resume={folder}", "tracking.mode=disabled", multirun=False)
+    assert done.returncode == 0 and not started(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "multirun", "said"),
+    [
+        (["resume=true"], False, "add -m"),
+        (["resume=nowhere"], False, "is not the folder of a sweep"),
+        (["clip=0.1,1.0", "retry=failed"], True, "add resume=true"),
+        (["clip=0.1,1.0", "resume=true", "retry=broken"], True, "broken is no status"),
+    ],
+)
+def test_a_resume_that_means_nothing_is_refused(sweep, tmp_path, words, multirun, said):
+    done = sweep(*words, multirun=multirun)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+    assert not started(tmp_path)
+
+
+def test_a_new_sweep_is_not_mixed_into_the_folder_of_another(sweep, tmp_path):
+    assert sweep("clip=0.1,1.0", "hydra.sweep.dir=here").returncode == 0
+    started(tmp_path)
+    done = sweep("clip=0.1,none", "hydra.sweep.dir=here")
+    assert done.returncode == 2 and "holds a sweep already" in done.stderr and not started(tmp_path)
+    assert sweep("clip=0.1,1.0", "hydra.sweep.dir=here", "resume=true").returncode == 0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_sweep_and_the_table_is_shown(sweep, tmp_path, plain_env, signum):
+    words = ["optimizer.lr=0.1,0.25,0.2"]
+    command = [sys.executable, str(PARENT), "-m", *words]
+    parent = subprocess.Popen(command, cwd=tmp_path, env=plain_env, stdout=subprocess.PIPE, text=True)
+    wait_for_lines(tmp_path / "started", 2)
+    refused = sweep(*words, "resume=true")
+    assert refused.returncode == 2 and "still running" in refused.stderr
+    parent.send_signal(signum)
+    printed, _ = parent.communicate(timeout=30)
+    assert parent.returncode == (130 if signum == signal.SIGINT else 128 + signum)
+    assert "3 points: 1 ok" in printed and "resume=" in printed
+    assert numbers(tmp_path) == [0, 1]
+
+
+def wait_for_lines(file: Path, count: int) -> None:
+    """Until a file has this many lines."""
+    until = time.monotonic() + 30
+    while not file.exists() or len(file.read_text().splitlines()) < count:
+        assert time.monotonic() < until, f"{file} stayed short"
+        time.sleep(0.02)
+
+
+def test_a_sweep_whose_parent_was_killed_can_be_continued(sweep, tmp_path, plain_env):
+    command = [sys.executable, str(PARENT), "-m", "optimizer.lr=0.1,0.25,0.2"]
+    parent = subprocess.Popen(command, cwd=tmp_path, env=plain_env, stdout=subprocess.DEVNULL)
+    wait_for_lines(tmp_path / "started", 2)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    started(tmp_path)
+    (folder,) = folders(tmp_path)
+    done = sweep(f"resume={folder}", "retry=missing", multirun=False)
+    assert done.returncode == 1 and numbers(tmp_path) == [2]
+    assert "2 ok, 1 interrupted" in done.stdout
