@@ -5,12 +5,13 @@ PY := .venv/bin/python
 READY := .venv/.ready
 ARGS ?=
 
-.PHONY: help train test test-all lint clean rebuild
+.PHONY: help train test test-all slurm-check lint clean rebuild
 
 help:
 	@echo "make train      train a small GPT on real text on this machine (ARGS=\"parallel=tp2 ...\" to choose)"
 	@echo "make test       run the tests, without the slow ones"
 	@echo "make test-all   run all tests"
+	@echo "make slurm-check  run sweeps under a real SLURM of two virtual nodes on this machine"
 	@echo "make lint       check style"
 	@echo "make clean      remove caches; runs/ and .venv stay"
 
@@ -24,6 +25,9 @@ test: $(READY)
 test-all: $(READY)
 	@echo "Testing, slow tests included."
 	@$(PY) -m pytest -q $(ARGS)
+
+slurm-check: $(READY)
+	@.ci/virtual-slurm $(abspath $(PY)) -m pytest -v tests/slurm_check.py $(ARGS)
 
 lint: $(READY)
 	@$(PY) -m ruff check .

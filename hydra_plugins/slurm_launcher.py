@@ -86,16 +86,14 @@ class SlurmLauncher(Launcher):
         points, jobs = self._check(job_overrides, initial_job_idx), {}
         with _sigterm_exits():
             try:
-                for point in points:
-                    job = self._submit(point)
-                    jobs[job.id] = (point, job)
-                statuses = self._follow(jobs) if self._wait else {}
+                statuses = [self._submit(point, jobs) for point in points]
+                statuses += self._follow(jobs) if self._wait else []
             except BaseException:
                 self._cancel(jobs)
                 raise
         if not self._wait:
             print(f"{len(jobs)} jobs are in the queue; for the table: python -m tracking.compare {self._folder()}")
-        if any(status != "ok" for status in statuses.values()):
+        if set(statuses) - {"ok", None}:
             sys.exit(1)
         return []
 
@@ -125,24 +123,31 @@ class SlurmLauncher(Launcher):
             raise compose.Refused(found)
         return points
 
-    def _submit(self, point: _Point) -> submit.Job:
+    def _submit(self, point: _Point, jobs: dict[str, tuple[_Point, submit.Job]]) -> str | None:
+        """Add the point's job to `jobs`; the point's status when it got none."""
         run_dir = point.freeze()
-        job = submit.submit(run_dir, point.resolved, f"{self._folder().name}-{point.number}", self._options)
+        try:
+            job = submit.submit(run_dir, point.resolved, f"{self._folder().name}-{point.number}", self._options)
+        except submit.NotSubmitted as refusal:
+            result.complete(run_dir, "failed", str(refusal))
+            print(f"#{point.number} {point.words}: failed: {refusal}", flush=True)
+            return "failed"
+        jobs[job.id] = (point, job)
         asked = submit.resources(point.resolved)
         asks = f"asks for {asked['nodes']} nodes with {asked['ntasks_per_node']} ranks each"
         print(f"#{point.number} {point.words}: job {job.id} {asks}", flush=True)
-        return job
+        return None
 
-    def _follow(self, jobs: dict[str, tuple[_Point, submit.Job]]) -> dict[str, str]:
-        """The status of each job's point, told as they come."""
-        statuses = {}
+    def _follow(self, jobs: dict[str, tuple[_Point, submit.Job]]) -> list[str]:
+        """The statuses of the jobs' points, told as they come."""
+        statuses = []
         for job in submit.follow([job for _, job in jobs.values()], self._poll_s):
             point = jobs[job.id][0]
             if job.ended is None:
                 print(f"#{point.number} {point.words}: job {job.id} runs", flush=True)
                 continue
             outcome = result.load(job.run_dir)
-            statuses[job.id] = outcome["status"]
+            statuses.append(outcome["status"])
             cause = f": {outcome['cause']}" if outcome["cause"] else ""
             print(f"#{point.number} {point.words}: {outcome['status']}{cause}", flush=True)
         return statuses

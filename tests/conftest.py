@@ -19,7 +19,9 @@ REPO = Path(__file__).resolve().parent.parent
 @pytest.fixture
 def plain_env() -> dict[str, str]:
     """The environment without what a developer's shell adds: no W&B account, no GPU, no launcher's variables."""
-    unwanted = ("WANDB_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "TORCHELASTIC_", "HYDRA_")
+    unwanted = ("WANDB_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "HYDRA_")
+    if os.environ.get("LAUNCH") != "srun":  # make slurm-check has its own allocation
+        unwanted += ("SLURM_",)
     env = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     return env | {"CUDA_VISIBLE_DEVICES": ""}
 

@@ -17,6 +17,8 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 MARK = "TRIPOD_TEST_RUN"
+# make slurm-check runs all of this once more with the ranks as tasks of a SLURM step.
+ON_SLURM = os.environ.get("LAUNCH") == "srun"
 
 
 class Job:
@@ -46,7 +48,7 @@ class Job:
 
     def left(self) -> list[int]:
         """Processes of this job that are still there; those just killed get a moment to go."""
-        until = time.monotonic() + 5
+        until = time.monotonic() + (20 if ON_SLURM else 5)  # tasks give an orphaned rank its time to close
         while (pids := list(self._pids())) and time.monotonic() < until:
             time.sleep(0.05)
         return pids
@@ -107,6 +109,7 @@ def test_ranks_get_their_environment_and_one_log_each(start):
     assert not job.left()
 
 
+@pytest.mark.skipif(ON_SLURM, reason="what comes through srun comes from no terminal")
 def test_a_terminal_stays_a_terminal_and_the_log_stays_readable(start):
     seen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 99, 0, 0))
@@ -125,8 +128,8 @@ def test_a_reader_that_leaves_does_not_end_the_run(start):
     assert job.parent.stdout.readline() == b"line 0\n"
     job.parent.stdout.close()
     job.wait_for("talked0")
-    assert "line 19999" in job.log(0) and "console lost" in job.log(0)
     job.parent.wait(30)
+    assert "line 19999" in job.log(0) and "console lost" in job.log(0)
     assert not job.left()
 
 
