@@ -60,20 +60,15 @@ def quote_choices(argv: list[str]) -> list[str]:
     return quoted
 
 
-def check(cfg: DictConfig, world: int | None = None, gpus: int | None = None) -> DictConfig:
+def check(cfg: DictConfig | Config, world: int | None = None, gpus: int | None = None) -> DictConfig | Config:
     """The resolved configuration, or Refused with every problem it has.
 
-    `world` is the number of ranks where they exist already (torchrun, SLURM); `gpus` are those that the ranks will have
-    where they are not those of this machine or of this SLURM allocation.
+    A `Config` has the right keys and types already. `world` is the number of ranks where they exist already (torchrun,
+    SLURM); `gpus` are those that the ranks will have where they are not those of this machine or of this SLURM
+    allocation.
     """
-    try:
-        # Overrides that add keys, and files that do, pass Hydra's own check.
-        cfg = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(of_a_point(cfg), resolve=True))
-    except OmegaConfBaseException as error:
-        raise Refused([_sentence(error)]) from None
-    missing = sorted(OmegaConf.missing_keys(cfg))
-    if missing:
-        raise Refused([f"{key} has no value: choose an option of its group or set it." for key in missing])
+    if not isinstance(cfg, Config):
+        cfg = _typed(cfg)
     here = world is None and gpus is None
     on_slurm = here and cfg.launch.kind == "srun"
     if gpus is None:
@@ -87,6 +82,17 @@ def check(cfg: DictConfig, world: int | None = None, gpus: int | None = None) ->
     elif here:
         _refuse(memory.problems(resolved))
     return resolved
+
+
+def _typed(cfg: DictConfig) -> DictConfig:
+    try:
+        # Overrides that add keys, and files that do, pass Hydra's own check.
+        cfg = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(of_a_point(cfg), resolve=True))
+    except OmegaConfBaseException as error:
+        raise Refused([_sentence(error)]) from None
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    _refuse([f"{key} has no value: choose an option of its group or set it." for key in missing])
+    return cfg
 
 
 def compose(argv: list[str]) -> tuple[DictConfig, dict[str, str], list[str], Path]:

@@ -7,7 +7,8 @@ shared file system does meanwhile. Importing this module does not import Hydra o
 import hashlib
 import json
 import os
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -38,13 +39,13 @@ class Frozen:
     config_hash: str
 
 
-def config_hash(cfg: DictConfig) -> str:
+def config_hash(cfg: DictConfig | Config) -> str:
     """SHA-256 of every value that decides what is computed; tracking, cluster and launch are left out."""
     values = {group: value for group, value in _plain(cfg).items() if group not in NOT_HASHED}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def freeze(cfg: DictConfig, run_dir: str | Path, choices: dict[str, str], overrides: list[str]) -> Frozen:
+def freeze(cfg: DictConfig | Config, run_dir: str | Path, choices: dict[str, str], overrides: list[str]) -> Frozen:
     """Write `resolved.yaml` into `run_dir` and return what `load` will read there.
 
     `cfg` is a checked and resolved configuration (`parallel.rules.resolve`).
@@ -77,5 +78,11 @@ def load(run_dir: str | Path) -> Frozen:
         raise BadFrozen(f"{path} is not a frozen configuration: {str(error).splitlines()[0]}") from error
 
 
-def _plain(cfg: DictConfig) -> dict:
+def _plain(cfg: DictConfig | Config) -> dict:
+    if isinstance(cfg, Config):
+        return asdict(cfg, dict_factory=_by_name)
     return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
+
+
+def _by_name(items: list[tuple]) -> dict:
+    return {name: value.name if isinstance(value, Enum) else value for name, value in items}

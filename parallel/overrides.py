@@ -66,7 +66,21 @@ def problems(words: list[str], multirun: bool, own: Path | None = None) -> list[
             found.append(f"'{word}' cannot be read: write group=option or key=value, and quote special characters.")
             continue
         found += _problems(override, word, multirun, options(own))
-    return found
+    return found or ([] if multirun else _sweep_problems(words))
+
+
+def _sweep_problems(words: list[str]) -> list[str]:
+    """A file of conf/sweep without -m, unless its keys are given: then it is one of its points, run on its own."""
+    given = dict(word.lstrip("+").partition("=")[::2] for word in words)
+    file = CONF / "sweep" / f"{given.get('sweep')}.yaml"
+    if not file.exists():
+        return []
+    sweeper = OmegaConf.load(file).hydra.sweeper
+    swept = {word.partition("=")[0] for pair in sweeper.get("pairs", ()) for word in pair.split()}
+    swept |= set(sweeper.get("params", ()))
+    if swept <= given.keys():
+        return []
+    return [f"+sweep={file.stem} asks for several points: add -m to run them as a sweep."]
 
 
 def _problems(override: Override, word: str, multirun: bool, groups: dict[str, list[str]]) -> list[str]:
@@ -108,6 +122,8 @@ def _group_problems(group: str, known: list[str], value: Any, override: Override
         return [f"{group} takes one option, not {value}: choose one of {join(known)}, or sweep with -m {group}=A,B."]
     if override.type != OverrideType.CHANGE and group in default_groups():
         return [f"{override.input_line} adds a group that is there already: write it without the plus sign."]
+    if override.type == OverrideType.CHANGE and group not in default_groups() and value in known:
+        return [f"{group} has no option unless it is added: write +{override.input_line}."]
     if value in known or (value is None and group not in VALUE_GROUPS):
         return []
     value = "null" if value is None else str(value)

@@ -9,7 +9,8 @@ from hydra.core.utils import filter_overrides
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from parallel import resume, sweep
-from parallel.compose import check, chosen, of_a_point
+from parallel.assemble import CLASSES, Assembler
+from parallel.compose import check
 from parallel.frozen import config_hash
 from parallel.refused import Refused
 from parallel.sweep import Point, Sweep
@@ -20,18 +21,18 @@ def plan(loader, master: DictConfig, job_overrides: Sequence[Sequence[str]], che
 
     `loader` is Hydra's config loader, `master` its configuration of the sweep.
     """
-    points = []
+    points, composed = [], Assembler(loader, master)
     for words in job_overrides:
-        full = loader.load_sweep_config(master, list(words))
+        cfg, choices = composed(words)
         point = Point(
             words=list(words),
             overrides=[word for word in filter_overrides(words) if resume.key(word) not in resume.OWN],
-            choices=chosen(full.hydra),
+            choices=choices,
             cfg=None,
             config_hash=None,
         )
         try:
-            point.cfg = checked(of_a_point(full))
+            point.cfg = checked(cfg)
             point.config_hash = config_hash(point.cfg)
         except Refused as refusal:
             point.problems = refusal.sentences
@@ -75,12 +76,18 @@ class Folders:
         OmegaConf.set_struct(hydra, False)
         self._full = OmegaConf.create({"hydra": OmegaConf.merge(hydra, OmegaConf.to_container(master.hydra))})
 
+        template = OmegaConf.to_container(master.hydra.sweep)["subdir"]
+        self._asks_hydra = "${hydra:" in template
+        self._named = [group for group in CLASSES if f"${{{group}." in template]
+
     def __call__(self, point: Point) -> str:
         hydra = self._full.hydra
-        OmegaConf.set_readonly(hydra, False)  # HydraConfig makes it so
+        OmegaConf.set_readonly(hydra, False)  # HydraConfig has made it so
         hydra.job.id = hydra.job.num = point.number
         hydra.job.override_dirname = ",".join(sorted(point.overrides))
         hydra.runtime.choices.update(point.choices)
-        self._full.update(point.cfg or {})
-        HydraConfig.instance().set_config(self._full)
+        for group in self._named if point.cfg else ():
+            self._full[group] = getattr(point.cfg, group)
+        if self._asks_hydra:
+            HydraConfig.instance().set_config(self._full)
         return str(hydra.sweep.subdir)

@@ -168,5 +168,7 @@ def _same(entry: dict, point: Point) -> bool:
 def _name_differences(points: list[Point]) -> None:
     """Give each point the choices and words that not all points share."""
     said = [dict(word.lstrip("+~").partition("=")[::2] for word in point.overrides) | point.choices for point in points]
+    names = {name for own in said for name in own}
+    shared = {name for name in names if len({own.get(name) for own in said}) == 1}
     for point, own in zip(points, said, strict=True):
-        point.differs = {name: value for name, value in own.items() if any(other.get(name) != value for other in said)}
+        point.differs = {name: value for name, value in own.items() if name not in shared}

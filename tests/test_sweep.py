@@ -11,6 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+
+from conf.schema import Config
+from parallel import assemble, compose, overrides
+from parallel.frozen import config_hash
 
 PARENT = Path(__file__).with_name("sweep_parent.py")
 
@@ -19,9 +27,10 @@ PARENT = Path(__file__).with_name("sweep_parent.py")
 def sweep(tmp_path: Path, plain_env: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`sweep("clip=0.1,1.0")` is train.py with -m, with a stand-in for ranks, in a folder of the test's own."""
 
-    def run(*words: str, multirun: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(*words: str, multirun: bool = True, env: dict | None = None) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(PARENT), *(["-m"] if multirun else []), *words]
-        return subprocess.run(command, cwd=tmp_path, env=plain_env, capture_output=True, text=True, timeout=60)
+        env = plain_env | (env or {})
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
 
     return run
 
@@ -151,6 +160,52 @@ def test_where_metrics_go_is_not_what_a_point_is(sweep, tmp_path):
     started(tmp_path)
     done = sweep(f"resume={folder}", "tracking.mode=disabled", multirun=False)
     assert done.returncode == 0 and not started(tmp_path)
+
+
+def test_sweeps_kept_in_files_are_points_that_can_be_combined_with_words(sweep, tmp_path):
+    """A product, and pairs that belong together."""
+    assert sweep("+sweep=clip_thresholds", "precision=fp16").returncode == 0
+    assert [name.rpartition("-")[2] for name in started(tmp_path)] == ["none", "1.0", "0.1", "0.01", "0.001"]
+    assert sweep("+sweep=lr_x_optimizer", "clip=none,1.0").returncode == 0
+    assert numbers(tmp_path) == list(range(18))
+    points = json.loads((folders(tmp_path)[-1] / "sweep.json").read_text())["points"]
+    assert points[-1]["differs"] == {"optimizer": "sgd", "optimizer.lr": "3e-1", "clip": "1.0"}
+    assert sweep("+sweep=clip_thresholds", multirun=False).returncode == 2
+    again = sweep("+sweep=clip_thresholds", "clip=0.1", "precision=fp32", multirun=False)
+    assert again.returncode == 0, "one point of it, run on its own"
+
+
+@pytest.mark.parametrize("file", sorted((PARENT.parent.parent / "conf" / "sweep").glob("*.yaml")), ids=lambda f: f.stem)
+def test_every_sweep_file_says_what_it_is_for_and_composes(sweep, eight_gpus, tmp_path, file):
+    assert file.read_text().splitlines()[1].startswith("# ") and "pick it" in file.read_text()
+    done = sweep(f"+sweep={file.stem}", env=eight_gpus)
+    assert done.returncode == 0 and len(numbers(tmp_path)) > 1, done.stderr
+
+
+def test_points_put_together_from_parts_are_what_hydra_composes(tmp_path):
+    words = [
+        ["parallel=tp2", "clip='0.1'", "optimizer.lr=1e-2"],
+        ["parallel=tp2", "clip=none", "train.tokens=40000", "train.steps=null"],
+        ["experiment=llama2_13b_zero3", "optimizer=sgd", "parallel.dp=2"],
+        ["experiment=llama2_13b_zero3", "parallel=single", "model=tiny"],
+        ["optimizer=sgd", "precision=bf16", "+parallel.env.A=b", "train.timeout_s=10"],
+        ["train.seq_len=${model.hidden}", "data=mock"],
+        ["model=tiny", "precision.loss_scale=8", "precision=fp16", "schedule=wsd", "resume=true"],
+    ]
+    loader = Hydra.create_main_hydra2("train", create_config_search_path(str(overrides.CONF))).config_loader
+    try:
+        master = loader.load_configuration("config", [], RunMode.MULTIRUN)
+        assembled = assemble.Assembler(loader, master)
+        made_of_parts = 0
+        for point in words + words[::-1]:
+            cfg, choices = assembled(point)
+            made_of_parts += isinstance(cfg, Config)
+            full = loader.load_sweep_config(master, point)
+            assert choices == compose.chosen(full.hydra)
+            assert config_hash(compose.check(cfg, gpus=8)) == config_hash(compose.check(full, gpus=8)), point
+        assert made_of_parts == 12
+    finally:
+        GlobalHydra.instance().clear()
 
 
 @pytest.mark.parametrize(
