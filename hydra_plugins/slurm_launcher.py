@@ -1,22 +1,18 @@
 """hydra/launcher=submitit_slurm: every point of a sweep as a SLURM job of its own, asking for what its ranks need."""
 
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, filter_overrides
-from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
 
 from conf.schema import LaunchKind
-from parallel import compose, submit
+from hydra_plugins.validated_launcher import ValidatedLauncher
+from parallel import signals, submit, sweep
+from parallel.compose import check
+from parallel.refused import Refused
 from tracking import result
 
 
@@ -49,126 +45,88 @@ class SlurmLauncherConf:
 ConfigStore.instance().store(group="hydra/launcher", name="submitit_slurm", node=SlurmLauncherConf, provider="tripod")
 
 
-@dataclass
-class _Point:
-    """One composed point: its number, the words that set it apart, and its whole configuration."""
+class SlurmLauncher(ValidatedLauncher):
+    """Checks all points, submits a job for each that is not done, and follows the jobs to their end.
 
-    number: int
-    words: str
-    full: DictConfig
-    resolved: DictConfig
-
-    def freeze(self) -> Path:
-        """Make its run folder, as Hydra names it, ready for the job."""
-        HydraConfig.instance().set_config(self.full)
-        run_dir = Path(str(self.full.hydra.sweep.dir), str(self.full.hydra.sweep.subdir)).absolute()
-        compose.freeze(self.resolved, run_dir, compose.chosen(self.full.hydra), list(self.full.hydra.overrides.task))
-        return run_dir
-
-
-class SlurmLauncher(Launcher):
-    """Checks all points, submits a job for each, follows the jobs to their end.
-
-    Ctrl-C and SIGTERM cancel the jobs. They go on when only the connection is lost (SIGHUP).
+    Ctrl-C and SIGTERM cancel the jobs. When only the connection is lost (SIGHUP) they go on, and `resume` finds them.
     """
 
     def __init__(self, wait: bool, poll_s: float, timeout_min: int, mem_gb: float | None, **options: Any):
+        super().__init__()
         self._wait, self._poll_s = wait, poll_s
         asked = options | {"time": timeout_min, "mem": None if mem_gb is None else f"{mem_gb:g}G"}
         self._options = {name: value for name, value in asked.items() if value is not None}
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Hydra's hook. The task function is not used: a point starts inside its job."""
-        self._loader, self._config = hydra_context.config_loader, config
+    @staticmethod
+    def _check(cfg):
+        """The resolved configuration of a point, judged by the cluster's devices and not by this machine's."""
+        cfg.launch.kind = LaunchKind.srun
+        if problems := submit.problems(cfg):
+            raise Refused(problems)
+        return check(cfg, gpus=submit.gpus(cfg))
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run the points. Raises Refused before the first job if any cannot run, SystemExit(1) if any failed."""
-        points, jobs = self._check(job_overrides, initial_job_idx), {}
-        with _sigterm_exits():
+    def _run_all(self, begun: sweep.Sweep, due: list[sweep.Point]) -> None:
+        jobs: dict[str, sweep.Point] = {}
+        with signals.as_exceptions(signal.SIGTERM):
+            left: list[submit.Job] = []
             try:
-                statuses = [self._submit(point, jobs) for point in points]
-                statuses += self._follow(jobs) if self._wait else []
+                there = self._queue()
+                for point in due:
+                    if job := self._job(begun, point, there):
+                        left.append(job)
+                        jobs[job.id] = point
+                if self._wait:
+                    self._follow(left, jobs)
             except BaseException:
-                self._cancel(jobs)
+                if left:
+                    print(f"\ncancelling {len(left)} jobs", file=sys.stderr)
+                    submit.cancel(left)
+                    self._follow(left, jobs)
                 raise
         if not self._wait:
-            print(f"{len(jobs)} jobs are in the queue; for the table: python -m tracking.compare {self._folder()}")
-        if set(statuses) - {"ok", None}:
-            sys.exit(1)
-        return []
+            sweep.current = None  # nobody waits, so there is nothing to tell of the points yet
+            wait = f"python train.py resume={begun.folder} hydra.launcher.wait=true"
+            print(f"{len(jobs)} jobs are in the queue. To wait for them:\n{wait}")
+            if len(jobs) < len(due):
+                sys.exit(1)
 
-    def _folder(self) -> Path:
-        return Path(str(self._config.hydra.sweep.dir))
-
-    def _check(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[_Point]:
-        points, found = [], []
-        shared = set.intersection(*map(set, job_overrides))
-        for number, overrides in enumerate(job_overrides, start=first):
-            full = self._loader.load_sweep_config(self._config, list(overrides))
-            with open_dict(full):
-                full.hydra.job.id = full.hydra.job.num = number
-            cfg = OmegaConf.masked_copy(full, [key for key in full if key != "hydra"])
-            cfg.launch.kind = LaunchKind.srun
-            words = " ".join(word for word in filter_overrides(overrides) if word not in shared)
-            try:
-                if problems := submit.problems(cfg):
-                    raise compose.Refused(problems)
-                resolved = compose.check(cfg, gpus=submit.gpus(cfg))
-            except compose.Refused as refusal:
-                found += [f"#{number} {words}: {sentence}" for sentence in refusal.sentences]
-            else:
-                points.append(_Point(number, words, full, resolved))
-        if found:
-            compose.remove_unless_used(self._folder(), "multirun.yaml")
-            raise compose.Refused(found)
-        return points
-
-    def _submit(self, point: _Point, jobs: dict[str, tuple[_Point, submit.Job]]) -> str | None:
-        """Add the point's job to `jobs`; the point's status when it got none."""
-        run_dir = point.freeze()
+    @staticmethod
+    def _queue() -> dict[str, str]:
+        """The id by the name of every job in the queue."""
         try:
-            job = submit.submit(run_dir, point.resolved, f"{self._folder().name}-{point.number}", self._options)
+            return submit.queue("%j %i")
+        except (OSError, subprocess.SubprocessError) as error:
+            raise Refused([f"SLURM does not answer: {error}"]) from None
+
+    def _job(self, begun: sweep.Sweep, point: sweep.Point, there: dict[str, str]) -> submit.Job | None:
+        """The job of a point: one that an earlier command left in the queue, or a new one; None when SLURM refuses."""
+        run_dir, name = begun.run_dir(point).absolute(), f"{begun.folder.resolve().name}-{point.number}"
+        if name in there:
+            print(f"{point}: job {there[name]} is in the queue already", flush=True)
+            return submit.Job(run_dir, there[name])
+        begun.freeze(point)
+        try:
+            job = submit.submit(run_dir, point.cfg, name, self._options)
         except submit.NotSubmitted as refusal:
             result.complete(run_dir, "failed", str(refusal))
-            print(f"#{point.number} {point.words}: failed: {refusal}", flush=True)
-            return "failed"
-        jobs[job.id] = (point, job)
-        asked = submit.resources(point.resolved)
-        asks = f"asks for {asked['nodes']} nodes with {asked['ntasks_per_node']} ranks each"
-        print(f"#{point.number} {point.words}: job {job.id} {asks}", flush=True)
-        return None
+            print(f"{point}: failed: {refusal}", flush=True)
+            return None
+        asked = submit.resources(point.cfg)
+        nodes, ranks = asked["nodes"], asked["ntasks_per_node"]
+        print(f"{point}: job {job.id} asks for {_many(nodes, 'node')} of {_many(ranks, 'rank')}", flush=True)
+        return job
 
-    def _follow(self, jobs: dict[str, tuple[_Point, submit.Job]]) -> list[str]:
-        """The statuses of the jobs' points, told as they come."""
-        statuses = []
-        for job in submit.follow([job for _, job in jobs.values()], self._poll_s):
-            point = jobs[job.id][0]
+    def _follow(self, left: list[submit.Job], jobs: dict[str, sweep.Point]) -> None:
+        """Tell of each job as it starts and ends; those that have ended are taken from `left`."""
+        for job in submit.follow(left, self._poll_s):
             if job.ended is None:
-                print(f"#{point.number} {point.words}: job {job.id} runs", flush=True)
+                print(f"{jobs[job.id]}: job {job.id} runs", flush=True)
                 continue
+            left.remove(job)
             outcome = result.load(job.run_dir)
-            statuses.append(outcome["status"])
             cause = f": {outcome['cause']}" if outcome["cause"] else ""
-            print(f"#{point.number} {point.words}: {outcome['status']}{cause}", flush=True)
-        return statuses
-
-    def _cancel(self, jobs: dict[str, tuple[_Point, submit.Job]]) -> None:
-        left = [job for _, job in jobs.values() if job.ended is None]
-        if left:
-            print(f"\ncancelling {len(left)} jobs", file=sys.stderr)
-            submit.cancel(left)
-            self._follow({job_id: entry for job_id, entry in jobs.items() if entry[1].ended is None})
+            print(f"{jobs[job.id]}: {outcome['status']}{cause}", flush=True)
 
 
-@contextmanager
-def _sigterm_exits() -> Iterator[None]:
-    """SIGTERM ends this process by SystemExit(143), so that the jobs are cancelled as after Ctrl-C."""
-
-    def leave(signum: int, frame: object) -> None:
-        sys.exit(128 + signum)
-
-    old = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, old)
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count > 1)}"

@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 
 from parallel import points, signals, sweep
-from parallel.compose import remove_unless_used
+from parallel.compose import check, remove_unless_used
 from parallel.refused import Refused
 from tracking import result
 
@@ -36,17 +36,22 @@ class ValidatedLauncher(BasicLauncher):
         """
         setup_globals()
         loader, folder = self.hydra_context.config_loader, Path(str(self.config.hydra.sweep.dir))
-        planned = points.plan(loader, self.config, job_overrides)
+        planned = points.plan(loader, self.config, job_overrides, self._check)
         try:
             begun, due = points.begin(folder, self.config, planned, sys.argv[1:])
         except Refused:
             remove_unless_used(folder, "multirun.yaml")
             raise
+        self._run_all(begun, due)
+        return [_returned(begun.outcome(point)) for point in planned]
+
+    _check = staticmethod(check)
+
+    def _run_all(self, begun: sweep.Sweep, due: list[sweep.Point]) -> None:
         with signals.as_exceptions(signal.SIGTERM, signal.SIGHUP):
             for place, point in enumerate(due, start=1):
                 print(f"\n──── {point} ──── {place} of {len(due)}", flush=True)
                 self._run(begun, point)
-        return [_returned(begun.outcome(point)) for point in planned]
 
     def _run(self, begun: sweep.Sweep, point: sweep.Point) -> None:
         begun.freeze(point)

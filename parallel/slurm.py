@@ -109,8 +109,9 @@ def _allocation(job: str) -> Allocation:
     if on_this_node:
         gpus = int(on_this_node)
     else:
-        total = re.search(r"TRES=\S*?gres/gpu=(\d+)", _scontrol("show", "job", "--oneliner", job))
-        gpus = int(total.group(1)) // len(names) if total else 0
+        # One entry for each group of nodes, as in GRES=gpu:h100:8(IDX:0-7); told without accounting, too.
+        on_each = re.findall(r"\bGRES=\S*?gpu(?::[^:(,\s]+)?:(\d+)\(", _scontrol("show", "--details", "job", job))
+        gpus = min(map(int, on_each), default=0)
     return Allocation(job, names, cpus, gpus)
 
 

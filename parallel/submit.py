@@ -104,7 +104,7 @@ def follow(jobs: list[Job], poll_s: float) -> Iterator[Job]:
     """Each job when it starts to run and when it has ended, until all have; its result.json is complete then."""
     waiting = list(jobs)
     while waiting:
-        states = _queue()
+        states = _states()
         for job in list(waiting) if states is not None else ():
             state = states.get(job.id)
             if state is None:
@@ -125,15 +125,19 @@ def cancel(jobs: list[Job]) -> None:
         subprocess.run(["scancel", *(job.id for job in jobs)], capture_output=True, timeout=ASK_S)
 
 
-def _queue() -> dict[str, str] | None:
-    """State by job id of this user's jobs that have not ended; None when SLURM does not answer."""
+def queue(columns: str) -> dict[str, str]:
+    """Two columns, as squeue names them, of this user's jobs that have not ended; the second by the first."""
+    asked = ["squeue", "--noheader", "--me", f"--format={columns}"]
+    listing = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
+    return dict(line.rsplit(maxsplit=1) for line in listing.splitlines())
+
+
+def _states() -> dict[str, str] | None:
     try:
-        asked = ["squeue", "--noheader", "--me", "--format=%i %T"]
-        listing = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
+        return queue("%i %T")
     except (OSError, subprocess.SubprocessError) as error:
         print(f"squeue does not answer, asking again: {error}", file=sys.stderr)
         return None
-    return dict(line.split() for line in listing.splitlines())
 
 
 def _settled(job: Job) -> bool:

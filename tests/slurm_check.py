@@ -46,6 +46,10 @@ def train(*words: str) -> list[str]:
     return [sys.executable, str(REPO / "train.py"), *WORDS, *words]
 
 
+def resume(folder: Path, *words: str) -> list[str]:
+    return [sys.executable, str(REPO / "train.py"), f"resume={next(folder.glob('runs/sweeps/*'))}", *words]
+
+
 def queue() -> list[str]:
     asked = ["squeue", "--noheader", "--format=%i %j %T"]
     return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -131,6 +135,12 @@ def test_a_sweep_that_loses_its_terminal_leaves_its_jobs_running(start, tmp_path
     sweep.send_signal(signal.SIGHUP)
     sweep.communicate(timeout=60)
     assert [line.split()[2] for line in queue()] == ["RUNNING"]
+    # Continuing the sweep finds the job instead of starting the point again.
+    again = start(*resume(tmp_path))
+    assert any("is in the queue already" in line for line in again.stdout)
+    again.send_signal(signal.SIGINT)
+    again.communicate(timeout=60)
+    assert result(points(tmp_path)["tp2"])["status"] == "interrupted" and not queue()
 
 
 def test_a_job_killed_by_slurm_is_recorded_with_its_cause(start, tmp_path):
@@ -142,14 +152,22 @@ def test_a_job_killed_by_slurm_is_recorded_with_its_cause(start, tmp_path):
     assert result(points(tmp_path)["tp2"])["status"] == "interrupted"
 
 
-def test_gpus_are_asked_for_and_seen_by_every_rank_of_a_step(start, tmp_path):
-    code = (
-        "import os, sys; sys.path.insert(0, sys.argv[1]); from parallel import slurm, submit\n"
-        "print('allocation', slurm.allocation())\n"
-    )
-    job = start("salloc", "--quiet", "--nodes=2", "--gpus-per-node=2", sys.executable, "-c", code, str(REPO))
+@pytest.mark.parametrize(("asked", "gpus"), [(["--gpus-per-node=2"], 2), (["--gpus-per-node=fake:1"], 1), ([], 0)])
+def test_the_gpus_of_an_allocation_are_known_on_the_login_node(start, asked, gpus):
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from parallel import slurm; print(slurm.allocation())"
+    job = start("salloc", "--quiet", "--nodes=2", *asked, sys.executable, "-c", code, str(REPO))
     out, _ = job.communicate(timeout=60)
-    assert "gpus=2" in out and "hosts=('virtual1', 'virtual2')" in out, out
+    assert f"hosts=('virtual1', 'virtual2'), cpus=(1, 1), gpus={gpus})" in out, out
+
+
+def test_a_sweep_left_in_the_queue_is_waited_for_later(start, tmp_path):
+    sweep = start(*train("-m", *SUBMIT, "hydra.launcher.wait=false", "parallel=single,tp2"))
+    out, _ = sweep.communicate(timeout=60)
+    assert sweep.returncode == 0 and "2 jobs are in the queue" in out and len(queue()) == 2, out
+    later = start(*resume(tmp_path, "hydra.launcher.wait=true"))
+    out, _ = later.communicate(timeout=200)
+    assert later.returncode == 0 and out.count("is in the queue already") == 2, out
+    assert [result(folder)["status"] for folder in points(tmp_path).values()] == ["ok", "ok"]
 
 
 def test_ranks_under_srun_end_in_every_way_as_they_do_on_one_machine(tmp_path):
