@@ -10,7 +10,7 @@ from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 
-from parallel import points, signals, sweep
+from parallel import concurrent, points, signals, sweep
 from parallel.compose import check, remove_unless_used
 from parallel.refused import Refused
 from tracking import result
@@ -48,7 +48,10 @@ class ValidatedLauncher(BasicLauncher):
     _check = staticmethod(check)
 
     def _run_all(self, begun: sweep.Sweep, due: list[sweep.Point]) -> None:
+        at_once = self.config.launch.parallel_points
         with signals.as_exceptions(signal.SIGTERM, signal.SIGHUP):
+            if at_once > 1:
+                return concurrent.run(begun, due, at_once)
             for place, point in enumerate(due, start=1):
                 print(f"\n──── {point} ──── {place} of {len(due)}", flush=True)
                 self._run(begun, point)

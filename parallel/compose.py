@@ -23,6 +23,7 @@ from conf.schema import CommandLine, Config
 from parallel import memory, overrides, resume, rules, slurm, sweep
 from parallel.frozen import FILE, Frozen, freeze, load
 from parallel.refused import Refused
+from parallel.resolve import model_ranks
 
 __all__ = [
     "Refused",
@@ -73,9 +74,13 @@ def check(cfg: DictConfig | Config, world: int | None = None, gpus: int | None =
     on_slurm = here and cfg.launch.kind == "srun"
     if gpus is None:
         gpus = slurm.gpus() if on_slurm else rules.visible_gpus()
+    if cfg.parallel.dp == "auto" and here and not on_slurm:
+        # Of the points that run at the same time each gets its share.
+        gpus = max(gpus // max(1, cfg.launch.parallel_points), min(gpus, model_ranks(cfg.parallel)))
     found = rules.problems(cfg, gpus, world)
     _refuse(found)
     resolved = rules.resolve(cfg, gpus, world)
+    resolved.launch.parallel_points = 1  # how the sweep was run is no difference between its points
     # Only of a configuration that is legal otherwise can be said what it needs.
     if on_slurm:
         _refuse(slurm.problems(resolved))

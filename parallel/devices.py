@@ -1,4 +1,4 @@
-"""How many GPUs a run may use, found without importing torch."""
+"""Which GPUs a run may use, found without importing torch."""
 
 import os
 import shutil
@@ -9,18 +9,23 @@ from pathlib import Path
 
 def visible_gpus() -> int:
     """NVIDIA GPUs that the ranks will see: those of the machine, cut down by CUDA_VISIBLE_DEVICES."""
+    return len(visible_devices())
+
+
+def visible_devices() -> list[str]:
+    """Those GPUs as CUDA_VISIBLE_DEVICES names them."""
     there = _machine_gpus()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None or there == 0:
-        return there
-    count = 0
+        return [str(number) for number in range(there)]
+    found = []
     for device in chosen.split(","):
         device = device.strip()
         # CUDA stops reading at the first device that does not exist.
         if not device or (device.lstrip("-").isdigit() and not 0 <= int(device) < there):
             break
-        count += 1
-    return count
+        found.append(device)
+    return found
 
 
 @cache

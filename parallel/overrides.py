@@ -96,9 +96,10 @@ def _problems(override: Override, word: str, multirun: bool, groups: dict[str, l
         return [sentence for value in values for sentence in _group_problems(name, groups[name], value, override)]
     hint = key_type(name)
     if hint is None:
-        known = keys() + list(groups)
+        # By the last part, too: lr for optimizer.lr.
+        known = {key.rpartition(".")[2]: key for key in reversed(keys())} | {key: key for key in (*keys(), *groups)}
         near = get_close_matches(name, known, n=1) or get_close_matches(name.split(".")[-1], known, n=1, cutoff=0.5)
-        advice = f"did you mean {near[0]}?" if near else "python train.py --cfg job shows every key."
+        advice = f"did you mean {known[near[0]]}?" if near else "python train.py --cfg job shows every key."
         return [f"{name} is neither a group nor a key: {advice}"]
     free = _in_dict(name)
     if override.type == OverrideType.ADD and not free:

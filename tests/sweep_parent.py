@@ -1,14 +1,17 @@
 """The parent of a sweep for the tests: train.py's command line, with a stand-in for the ranks of a point.
 
-How a point ends is decided by the learning rate that the test gives it. Each start is noted in the file `started`.
+How a point ends is decided by the learning rate that the test gives it. Each start is noted in the file `started`, with
+the GPUs of the point and the times between which it had them in the file `devices`.
 """
 
+import os
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from parallel.compose import command_line
+from parallel.frozen import load
 from tracking import result
 
 ENDS = {0.5: "nan", 0.6: "oom", 0.7: "failed", 0.8: "timeout"}
@@ -19,6 +22,11 @@ def run(run_dir: Path, frozen) -> int:
     lr = frozen.cfg.optimizer.lr
     with open("started", "a") as file:
         print(run_dir.name, frozen.world_size, file=file)
+    began = time.monotonic()
+    if frozen.cfg.train.seed == 5:  # a point that takes its time
+        time.sleep(0.7)
+    with open("devices", "a") as file:
+        print(os.environ.get("CUDA_VISIBLE_DEVICES"), began, time.monotonic(), file=file)
     if lr == 0.9:
         raise OSError("no ranks today")
     if lr == 0.25:
@@ -31,4 +39,6 @@ def run(run_dir: Path, frozen) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--point":
+        sys.exit(run(Path(sys.argv[2]), load(sys.argv[2])))
     sys.exit(command_line(run, sys.argv[1:]))

@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 from conf.schema import Compute, Config
 from parallel import compose, frozen, overrides, rules
 
-OPTIONS = [(group, option) for group, names in overrides.options().items() for option in names]
+# Sweeps are no options of a point: tests/test_sweep.py.
+OPTIONS = [(group, option) for group, names in overrides.options().items() for option in names if group != "sweep"]
 # Ranks of each layout on a machine without GPUs and on one with eight.
 WORLD = {
     "cp2": (2, 8),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
@@ -265,3 +266,60 @@ def test_a_sweep_whose_parent_was_killed_can_be_continued(sweep, tmp_path, plain
     done = sweep(f"resume={folder}", "retry=missing", multirun=False)
     assert done.returncode == 1 and numbers(tmp_path) == [2]
     assert "2 ok, 1 interrupted" in done.stdout
+
+
+def test_points_at_the_same_time_never_share_a_gpu(sweep, tmp_path, eight_gpus):
+    done = sweep(
+        "parallel=tp4_pp2,tp2,tp2_pp2,single",
+        "clip=0.1,1.0",
+        "train.seed=5",
+        "launch.parallel_points=4",
+        env=eight_gpus,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    used = [line.split() for line in (tmp_path / "devices").read_text().splitlines()]
+    spans = [(set(gpus.split(",")), float(began), float(ended)) for gpus, began, ended in used]
+    assert sorted(len(gpus) for gpus, *_ in spans) == [1, 1, 2, 2, 4, 4, 8, 8]
+    together = 0
+    for number, (gpus, began, ended) in enumerate(spans):
+        for others, start, end in spans[:number]:
+            if start < ended and began < end:
+                together += 1
+                assert not gpus & others
+    assert together, "nothing ran at the same time"
+    assert done.stdout.count(": started on GPU") == done.stdout.count(": ok after") == 8
+    (folder,) = folders(tmp_path)
+    assert all((point.parent / "console.log").exists() for point in folder.glob("*/result.json"))
+
+
+def test_points_at_the_same_time_get_their_share_of_the_gpus_where_a_layout_takes_all_there_are(
+    sweep, tmp_path, eight_gpus
+):
+    assert sweep("parallel=dp,single", "train.seed=3,4", "launch.parallel_points=2", env=eight_gpus).returncode == 0
+    used = [line.split()[0] for line in (tmp_path / "devices").read_text().splitlines()]
+    assert sorted(len(gpus.split(",")) for gpus in used) == [1, 1, 4, 4]
+
+
+def test_a_failure_among_points_at_the_same_time_is_told_in_a_line(sweep, tmp_path):
+    done = sweep("optimizer.lr=0.1,0.9,0.6", "launch.parallel_points=3")
+    assert done.returncode == 1
+    (folder,) = folders(tmp_path)
+    assert statuses(folder) == ["ok", "failed", "oom"]
+    assert "#1 optimizer.lr=0.9: failed after" in done.stdout and "ended with exit code 1" in done.stdout
+    again = sweep("optimizer.lr=0.1,0.9,0.6", "launch.parallel_points=1", "resume=true")
+    assert sorted(numbers(tmp_path)) == [0, 1, 1, 2, 2] and again.returncode == 1
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_point_outlives_its_sweep(tmp_path, plain_env, signum):
+    command = [sys.executable, str(PARENT), "-m", "optimizer.lr=0.25", "train.seed=1,2,3", "launch.parallel_points=2"]
+    parent = subprocess.Popen(command, cwd=tmp_path, env=plain_env, stdout=subprocess.PIPE, text=True)
+    wait_for_lines(tmp_path / "started", 2)
+    points = psutil.Process(parent.pid).children()
+    assert len(points) == 2
+    parent.send_signal(signum)
+    printed, _ = parent.communicate(timeout=30)
+    assert not psutil.wait_procs(points, timeout=10)[1]
+    assert len(numbers(tmp_path)) == 2
+    if signum != signal.SIGKILL:
+        assert "3 points: " in printed and "1 missing" in printed
