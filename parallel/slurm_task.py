@@ -44,16 +44,26 @@ class Task:
                 port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 port.bind(("", 0))
                 self._report(meet=[socket.gethostname(), port.getsockname()[1]])
-            order = sys.stdin.readline()
-            if not order or self._stopped_at:
+            order = self._first_order()
+            if order is None or self._stopped_at:
                 return
             kills = oom_kills()
-            self._start(**json.loads(order))
+            self._start(**order)
             threading.Thread(target=self._obey, daemon=True).start()
             code = self._process.wait()
         out_of_memory = kills is not None and oom_kills() > kills
         self._report(code=code, itself=self._by_itself(), out_of_memory=out_of_memory)
         self._end_helpers()
+
+    def _first_order(self) -> dict | None:
+        """What to start; None when that is not wanted any more. Tasks can be asked things before all have come up."""
+        for line in sys.stdin:
+            match json.loads(line):
+                case dict(order):
+                    return order
+                case "stop" | "kill":
+                    return None
+        return None
 
     def _start(self, entry: list[str], env: dict[str, str | None], master: list) -> None:
         own = {
