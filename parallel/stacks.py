@@ -18,6 +18,8 @@ def answer() -> None:
     global _file
     if path := os.environ.get(FILE_VARIABLE):
         _file = open(f"{path}.tmp", "a")
+        # What faulthandler puts back when the interpreter ends: a question that comes then must not end the process.
+        signal.signal(_SIGNAL, signal.SIG_IGN)
         faulthandler.register(_SIGNAL, file=_file, all_threads=True)
         os.rename(_file.name, path)  # only now may we be asked
 
