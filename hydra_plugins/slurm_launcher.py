@@ -78,10 +78,7 @@ class SlurmLauncher(ValidatedLauncher):
                 if self._wait:
                     self._follow(left, jobs)
             except BaseException:
-                if left:
-                    print(f"\ncancelling {len(left)} jobs", file=sys.stderr)
-                    submit.cancel(left)
-                    self._follow(left, jobs)
+                self._cancel(begun, due, left, jobs)
                 raise
         if not self._wait:
             sweep.current = None  # nobody waits, so there is nothing to tell of the points yet
@@ -98,9 +95,22 @@ class SlurmLauncher(ValidatedLauncher):
         except (OSError, subprocess.SubprocessError) as error:
             raise Refused([f"SLURM does not answer: {error}"]) from None
 
+    def _cancel(self, begun: sweep.Sweep, due: list[sweep.Point], left: list[submit.Job], jobs: dict) -> None:
+        """Cancel the jobs of all points, also one of which sbatch was just telling, and wait until they are gone."""
+        there = self._queue()
+        for point in due:
+            job_id = there.get(_name(begun, point))
+            if job_id and job_id not in jobs:
+                left.append(submit.Job(begun.run_dir(point).absolute(), job_id))
+                jobs[job_id] = point
+        if left:
+            print(f"\ncancelling {_many(len(left), 'job')}", file=sys.stderr)
+            submit.cancel(left)
+            self._follow(left, jobs)
+
     def _job(self, begun: sweep.Sweep, point: sweep.Point, there: dict[str, str]) -> submit.Job | None:
         """The job of a point: one that an earlier command left in the queue, or a new one; None when SLURM refuses."""
-        run_dir, name = begun.run_dir(point).absolute(), f"{begun.folder.resolve().name}-{point.number}"
+        run_dir, name = begun.run_dir(point).absolute(), _name(begun, point)
         if name in there:
             print(f"{point}: job {there[name]} is in the queue already", flush=True)
             return submit.Job(run_dir, there[name])
@@ -126,6 +136,11 @@ class SlurmLauncher(ValidatedLauncher):
             outcome = result.load(job.run_dir)
             cause = f": {outcome['cause']}" if outcome["cause"] else ""
             print(f"{jobs[job.id]}: {outcome['status']}{cause}", flush=True)
+
+
+def _name(begun: sweep.Sweep, point: sweep.Point) -> str:
+    """The job's name, by which it is found again."""
+    return f"{begun.folder.resolve().name}-{point.number}"
 
 
 def _many(count: int, what: str) -> str:

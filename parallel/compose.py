@@ -80,12 +80,12 @@ def check(cfg: DictConfig | Config, world: int | None = None, gpus: int | None =
     found = rules.problems(cfg, gpus, world)
     _refuse(found)
     resolved = rules.resolve(cfg, gpus, world)
-    resolved.launch.parallel_points = 1  # how the sweep was run is no difference between its points
     # Only of a configuration that is legal otherwise can be said what it needs.
     if on_slurm:
         _refuse(slurm.problems(resolved))
     elif here:
         _refuse(memory.problems(resolved))
+    resolved.launch.parallel_points = 1  # how the sweep was run is no difference between its points
     return resolved
 
 

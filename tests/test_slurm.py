@@ -131,6 +131,13 @@ def test_a_layout_larger_than_the_allocation_is_refused_with_what_fits(allocatio
     assert done.returncode == 2 and "needs 8 ranks" in done.stderr and "4 GPUs" in done.stderr, done.stderr
 
 
+def test_points_at_the_same_time_are_left_to_the_queue(allocation, cfg_of):
+    allocation("GRES=", SLURM_JOB_CPUS_PER_NODE="2(x2)")
+    cfg = cfg_of("parallel=tp2")
+    cfg.launch.parallel_points = 2
+    assert ["hydra/launcher=submitit_slurm" in sentence for sentence in slurm.problems(cfg)] == [True]
+
+
 def test_submitting_without_a_cluster_or_slurm_is_refused_before_anything_starts(train):
     done = train("-m", "hydra/launcher=submitit_slurm", "parallel=single,tp2", env={"PATH": "/nowhere"})
     assert done.returncode == 2 and "Traceback" not in done.stderr
