@@ -56,10 +56,11 @@ def rank(run_dir: Path) -> None:
     from models.sample import sample
     from optim import build, clip
     from parallel import facts, groups, wrap
+    from parallel.checkpoint import Checkpoints
     from precision import peak, setup
     from tracking.metrics import Meter
 
-    # Device and process groups, model, data parallelism, optimizer, data.
+    # Device and process groups, model, data parallelism, optimizer, checkpoint, data.
     heartbeat.beat("process groups")
     device = groups.start(cfg)
     setup.apply(cfg)
@@ -69,6 +70,9 @@ def rank(run_dir: Path) -> None:
     optimizer = build.optimizer(cfg, chunks)
     schedule = build.schedule(cfg, optimizer)
     wrap.connect(chunks, optimizer, cfg)
+    heartbeat.beat("resume")
+    checkpoints = Checkpoints(cfg, run_dir, chunks, optimizer, schedule)
+    done = checkpoints.resume()
     corpus = load_corpus(cfg)
     dp_rank, dp_size = facts.data_rank()
     batches = Batches(corpus.train, cfg.train, dp_rank, dp_size, cfg.train.seed)
@@ -93,19 +97,21 @@ def rank(run_dir: Path) -> None:
             "time": facts.time_note(cfg, flops_per_token, best),
             "attention": attention_note,
             **setup.notes(cfg),
+            **checkpoints.notes,
         },
     }
     heartbeat.beat("check")
-    check = expected.check(cfg, chunks, dp_rank, dp_size)
+    check = None if done else expected.check(cfg, chunks, dp_rank, dp_size)
 
-    with facts.tracker(frozen, run_dir, known) as tracker:
+    with facts.tracker(frozen, run_dir, known, done) as tracker:
         rank_process.last_words(tracker.last_words)
         if check:
             tracker.verdict(check)
-        heartbeat.beat("evaluation")
-        tracker.log(0, {"val/loss": loss.evaluate(chunks, held_out, evaluations, cfg.train)})
+        if not done:
+            heartbeat.beat("evaluation")
+            tracker.log(0, {"val/loss": loss.evaluate(chunks, held_out, evaluations, cfg.train)})
 
-        for step in range(1, cfg.train.steps + 1):
+        for step in range(done + 1, cfg.train.steps + 1):
             heartbeat.beat(f"step {step}")
             began = time.perf_counter()
             micro_batches = batches.step(step - 1)
@@ -140,6 +146,8 @@ def rank(run_dir: Path) -> None:
             if step % cfg.train.eval_every == 0 or step == cfg.train.steps:
                 heartbeat.beat(f"evaluation after step {step}")
                 tracker.log(step, {"val/loss": loss.evaluate(chunks, held_out, evaluations, cfg.train)})
+            heartbeat.beat(f"checkpoint after step {step}")
+            checkpoints.after(step)
 
         if cfg.train.sample_length:
             heartbeat.beat("sample")

@@ -329,6 +329,19 @@ class Data:
 
 
 @dataclass
+class Checkpoint:
+    """What is kept of a run while it goes on, in the folder `checkpoints` of the run, and from where it goes on."""
+
+    # Steps between two checkpoints; one more is written after the last step and when the run is stopped. Null for none.
+    every: int | None = None
+    # Newest checkpoints to keep.
+    keep: int = MISSING
+    # Go on from a checkpoint: its path or that of a run (its newest), written under any layout and precision; `auto`
+    # for the newest in this run's own folder, from the beginning when there is none; null for a fresh start.
+    resume: str | None = None
+
+
+@dataclass
 class Tracking:
     """Where metrics go besides the console and metrics.jsonl."""
 
@@ -386,6 +399,7 @@ class Config:
     schedule: Schedule = field(default_factory=Schedule)
     clip: Clip = field(default_factory=Clip)
     data: Data = field(default_factory=Data)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     tracking: Tracking = field(default_factory=Tracking)
     cluster: Cluster = field(default_factory=Cluster)
     launch: Launch = field(default_factory=Launch)

@@ -22,11 +22,11 @@ _BLOCK = 1 << 20
 
 def initialize(chunk: torch.nn.Module, model: Model, seed: int) -> None:
     """Write the initial weights of one model chunk (before it is wrapped), in place."""
-    for part in _parts(chunk.sharded_state_dict()):
+    for part in parts(chunk.sharded_state_dict()):
         fill_(part.data, part.key, part.global_shape, part.global_offset, part.prepend_axis_num, model, seed)
 
 
-def _parts(sharded_state_dict):
+def parts(sharded_state_dict):
     """The ShardedTensors of a state dict; a gated MLP's matrix comes as a factory of two, which are views of it."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory

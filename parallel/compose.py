@@ -144,8 +144,13 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
             run(run_dir, frozen)
             return
         try:
-            if (run_dir / FILE).exists():
-                raise Refused([f"{run_dir} holds a run already: name another folder with hydra.run.dir."])
+            if (run_dir / FILE).exists() and cfg.checkpoint.resume != "auto":
+                raise Refused(
+                    [
+                        f"{run_dir} holds a run already: name another folder with hydra.run.dir, "
+                        "or go on in it with checkpoint.resume=auto."
+                    ]
+                )
             resolved = check(cfg)
         except Refused as refusal:
             remove_unless_used(run_dir, ".hydra")

@@ -77,12 +77,12 @@ def peak_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def tracker(frozen, run_dir, known: dict):
+def tracker(frozen, run_dir, known: dict, done: int = 0):
     """The tracker on the rank that logs, which is the first one; elsewhere one that does nothing."""
     from tracking.silent import Silent
     from tracking.tracker import Tracker
 
-    return Tracker(frozen, run_dir, known) if dist.get_rank() == 0 else Silent()
+    return Tracker(frozen, run_dir, known, done) if dist.get_rank() == 0 else Silent()
 
 
 def data_rank() -> tuple[int, int]:

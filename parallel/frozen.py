@@ -20,8 +20,8 @@ from parallel.rules import world_size
 
 FILE = "resolved.yaml"
 GROUPS = tuple(f.name for f in fields(Config))
-# These decide where a run computes and who hears of it, not what it computes.
-NOT_HASHED = ("tracking", "cluster", "launch")
+# These decide where a run computes, who hears of it and what is kept of it, not what it computes.
+NOT_HASHED = ("checkpoint", "tracking", "cluster", "launch")
 
 
 class BadFrozen(ValueError):
@@ -40,7 +40,7 @@ class Frozen:
 
 
 def config_hash(cfg: DictConfig | Config) -> str:
-    """SHA-256 of every value that decides what is computed; tracking, cluster and launch are left out."""
+    """SHA-256 of every value that decides what is computed; NOT_HASHED is left out."""
     values = {group: value for group, value in _plain(cfg).items() if group not in NOT_HASHED}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from conf.schema import LaunchKind
-from parallel import environment, slurm, srun
+from parallel import environment, rank_process, slurm, srun
 from parallel.failure import first_cause, oom_kills
 from parallel.heartbeat import LOOK_S, Watch
 from parallel.ranks import Ranks
@@ -45,7 +45,7 @@ def run(run_dir: str | Path, frozen, entry: list[str] | None = None) -> None:
     from tracking import result, wandb_close
 
     run_dir = Path(run_dir).resolve()
-    result.clear(run_dir)
+    result.clear(run_dir, history=frozen.cfg.checkpoint.resume != "auto")
     entry = entry or [sys.executable, "-u", str(_TRAIN), "--rank", str(run_dir)]
     kills = oom_kills()
     try:
@@ -63,7 +63,9 @@ def run(run_dir: str | Path, frozen, entry: list[str] | None = None) -> None:
             late = _wait(ranks, watch, signals, frozen.cfg.train.timeout_s)
             asked = signals.first  # a signal that comes later finds a run that has ended by itself
         finally:
-            stopped = ranks.end(in_haste=signals.insisted)
+            # Ranks that write checkpoints end with one, unless they wait for a rank that is gone.
+            last = rank_process.LAST_STEP_S if frozen.cfg.checkpoint.every and not ranks.failed else 0.0
+            stopped = ranks.end(in_haste=signals.insisted, extra_s=last)
     status = cause = None
     if asked and (stopped or ranks.failed):
         status, cause = "interrupted", f"stopped by {signal.Signals(asked).name}"

@@ -66,6 +66,8 @@ RANGES = {
     "schedule.decay_share": PART,
     "clip.max_norm": ABOVE_ZERO,
     "data.val_share": INSIDE,
+    "checkpoint.every": FROM_ONE,
+    "checkpoint.keep": FROM_ONE,
     "cluster.memory_gb": ABOVE_ZERO,
     "cluster.memory_tb_s": ABOVE_ZERO,
     "cluster.nvlink_gb_s": ABOVE_ZERO,

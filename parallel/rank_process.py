@@ -22,9 +22,12 @@ PARENT_PID = "TRIPOD_PARENT_PID"  # set by parallel.launch in the environment of
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's name and format; parallel.launch uses the same
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PATIENCE_S = 2.0
+LAST_STEP_S = 30.0  # for a step in progress and a last checkpoint
 
 _PR_SET_PDEATHSIG = 1
 _last_words: list[Callable[[int], None]] = []
+_between_steps = False  # whether the training loop itself looks for signals, so as to stop between two steps
+_asked = 0  # the signal it has not looked at yet
 
 # What a collective says when it was another rank that broke or stood still.
 _LOST_PEERS = re.compile(
@@ -66,6 +69,25 @@ def last_words(say: Callable[[int], None]) -> None:
     _last_words.append(say)
 
 
+def stop_between_steps() -> Callable[[], int]:
+    """From now on a signal is only remembered; the function that is returned tells its number, 0 for none.
+
+    For a loop that has something to finish first. It has LAST_STEP_S for the step it is in and for what it finishes;
+    whoever sent the signal has to be as patient.
+    """
+    global _between_steps
+    _between_steps = True
+    return lambda: _asked
+
+
+def stop_at_once() -> None:
+    """From now on a signal stops this rank where it is, as before `stop_between_steps`."""
+    global _between_steps
+    _between_steps = False
+    if _asked:
+        raise Stopped(_asked)
+
+
 def stop_on_signals(patience_s: float = PATIENCE_S) -> None:
     """Turn the first SIGTERM or SIGINT into `Stopped`, raised in the main thread; later ones are ignored.
 
@@ -76,15 +98,20 @@ def stop_on_signals(patience_s: float = PATIENCE_S) -> None:
     reacted = threading.Event()
 
     def on_signal(signum: int, frame) -> None:
+        global _asked
         for other in STOP_SIGNALS:
             signal.signal(other, signal.SIG_IGN)
+        if _between_steps:
+            _asked = signum
+            return
         reacted.set()
         raise Stopped(signum)
 
     def wait_for_signal() -> None:
         while (signum := os.read(heard, 1)[0]) not in STOP_SIGNALS:
             pass
-        if reacted.wait(patience_s) or signal.getsignal(signum) is not on_signal:  # or another owner took over
+        patience = LAST_STEP_S if _between_steps else patience_s
+        if reacted.wait(patience) or signal.getsignal(signum) is not on_signal:  # or another owner took over
             return
         print(f"{Stopped(signum)} inside a call that does not return; ending the process", file=sys.stderr, flush=True)
         for say in _last_words:

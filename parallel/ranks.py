@@ -101,8 +101,8 @@ class Ranks:
                 failed.append(Ended(rank, code, time.time()))
         return bool(ended)
 
-    def end(self, in_haste: Callable[[], bool]) -> bool:
-        """Stop what still runs: SIGTERM, after GRACE_S (or as soon as `in_haste()` is true) SIGKILL, helpers too.
+    def end(self, in_haste: Callable[[], bool], extra_s: float = 0.0) -> bool:
+        """Stop what still runs: SIGTERM, after GRACE_S + extra_s (sooner when `in_haste()`) SIGKILL, helpers too.
 
         True when a rank was still running.
         """
@@ -111,7 +111,7 @@ class Ranks:
         for process in self._alive.values():
             process.send_signal(signal.SIGTERM)  # to the rank alone: its W&B service must live until the rank closes it
         stopping = bool(self._alive)
-        until = time.monotonic() + GRACE_S
+        until = time.monotonic() + GRACE_S + extra_s
         while self._alive and time.monotonic() < until and not in_haste():
             self._console.pump(0.05)
             self._reap(late)

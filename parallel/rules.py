@@ -9,7 +9,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from parallel import layouts, ranges
+from parallel import checkpoint_rules, layouts, ranges
 from parallel.devices import visible_gpus
 from parallel.layouts import divisors, near
 from parallel.resolve import padded_vocab, resolve, whole, world_size
@@ -28,7 +28,7 @@ def problems(cfg, gpus: int, world: int | None = None) -> list[str]:
     resolved = resolve(cfg, gpus, world)
     found = ranges.problems(cfg) + _length(cfg.train) + _model(cfg) + layouts.shape_problems(resolved)
     found += layouts.batch_problems(resolved) + layouts.device_problems(resolved, gpus, world)
-    return found + _precision(cfg.precision) + _attention(resolved) + _data(cfg)
+    return found + _precision(cfg.precision) + _attention(resolved) + _data(cfg) + checkpoint_rules.problems(cfg)
 
 
 def notes(cfg, gpus: int) -> list[str]:

@@ -152,8 +152,8 @@ class Step:
             self.failed.append(Ended(rank, self._process.returncode or 1, time.time()))
         self._alive.clear()
 
-    def end(self, in_haste: Callable[[], bool]) -> bool:
-        """Stop what still runs: SIGTERM, after GRACE_S (or as soon as `in_haste()` is true) SIGKILL, helpers too.
+    def end(self, in_haste: Callable[[], bool], extra_s: float = 0.0) -> bool:
+        """Stop what still runs: SIGTERM, after GRACE_S + extra_s (sooner when `in_haste()`) SIGKILL, helpers too.
 
         True when a rank was still running.
         """
@@ -161,7 +161,7 @@ class Step:
         if self._process is not None:
             if running:
                 self._say("stop")
-            self._pump(GRACE_S + LEFTOVER_S, lambda: self._process.poll() is not None or in_haste())
+            self._pump(GRACE_S + extra_s + LEFTOVER_S, lambda: self._process.poll() is not None or in_haste())
             self._say("kill")
             self._pump(KILL_S, lambda: self._process.poll() is not None)
             # A task that no longer listens. When srun goes, the daemon of each node kills what it started.

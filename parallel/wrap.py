@@ -8,6 +8,7 @@ from megatron.core.transformer.module import Float16Module
 
 from conf.schema import Config, Format
 from models import gpt, init
+from parallel import checkpoint_map
 
 SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 
@@ -21,6 +22,7 @@ def model_chunks(cfg: Config, device: torch.device) -> list[torch.nn.Module]:
         first, last = parallel_state.is_pipeline_first_stage(**where), parallel_state.is_pipeline_last_stage(**where)
         chunk = gpt.build(cfg, pre_process=first, post_process=last, vp_stage=stage)
         init.initialize(chunk, cfg.model, cfg.train.seed)
+        checkpoint_map.attach_places(chunk)
         if cfg.precision.params is not Format.fp32:
             chunk = Float16Module(chunk.config, chunk)
         chunks.append(chunk)

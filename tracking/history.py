@@ -14,19 +14,25 @@ FILE = "metrics.jsonl"
 
 
 class History:
-    """Starts the file anew and appends lines; each one is in the file, complete, before `add` returns.
+    """Starts the file anew, or after step `done`, and appends lines; each is in the file, complete, when `add` returns.
 
     Nothing is lost or doubled when a signal interrupts `add` (call `flush` then), nor when the disk is full: the lines
     stay in memory and are written as soon as there is room. Then `problem` says why they are not in the file.
     """
 
-    def __init__(self, run_dir: Path):
-        """Raises OSError when the folder cannot be written to."""
+    def __init__(self, run_dir: Path, done: int = 0):
+        """Keeps what an interrupted run has in the file up to step `done`, in `kept`.
+
+        Raises OSError when the folder cannot be written to.
+        """
         self.path = run_dir / FILE
+        self.kept = [line for line in read(run_dir) if line["step"] <= done] if done else []
         self.problem: str | None = None
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._end = 0
         self._pending = b""
+        for line in self.kept:
+            self.add(line["step"], {name: value for name, value in line.items() if name != "step"})
 
     def add(self, step: int, metrics: dict[str, float]) -> None:
         """Writes one line."""

@@ -139,9 +139,12 @@ def write(run_dir: str | Path, name: str = FILE, **fields) -> None:
         raise
 
 
-def clear(run_dir: str | Path) -> None:
-    """Takes away what an earlier run left in the same folder, so that nothing of it is mistaken for this run's."""
-    for name in (FILE, FACTS_FILE, HISTORY_FILE, "report.html"):
+def clear(run_dir: str | Path, history: bool = True) -> None:
+    """Takes away what an earlier run left in the same folder, so that nothing of it is mistaken for this run's.
+
+    Without `history` its metrics stay, for a run that goes on from a checkpoint in the folder.
+    """
+    for name in (FILE, FACTS_FILE, "report.html", *[HISTORY_FILE] * history):
         (Path(run_dir) / name).unlink(missing_ok=True)
 
 

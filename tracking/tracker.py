@@ -34,8 +34,10 @@ class Tracker:
     goes on. Raises TrackingError on entering when the folder or W&B cannot be used.
     """
 
-    def __init__(self, frozen, run_dir: str | Path, facts: dict):
+    def __init__(self, frozen, run_dir: str | Path, facts: dict, done: int = 0):
+        """`done` steps were done by an interrupted run; what this folder knows of them stays."""
         self.frozen, self.run_dir, self.given = frozen, Path(run_dir), facts
+        self.done = done
         self.console = Console(frozen.cfg.train.steps, frozen.cfg.train.log_every, facts.get("peak"))
         self.summary = result.Summary()
         self.extra: dict = {}
@@ -46,8 +48,8 @@ class Tracker:
         self.began = time.monotonic()
         self.facts = result.facts(self.frozen, self.given)
         try:
-            result.clear(self.run_dir)
-            self.history = History(self.run_dir)
+            result.clear(self.run_dir, history=not self.done)
+            self.history = History(self.run_dir, self.done)
             result.write(self.run_dir, result.FACTS_FILE, **self.facts)
         except OSError as error:
             raise TrackingError(
@@ -55,6 +57,10 @@ class Tracker:
                 "choose another with hydra.run.dir=..."
             ) from error
         self.wandb = WandbRun(self.frozen, self.run_dir, self.facts)
+        for line in self.history.kept:  # W&B's run starts anew under the same id
+            metrics = {name: value for name, value in line.items() if name != "step"}
+            self.summary.add(line["step"], metrics)
+            self.wandb.log(metrics)
         self._show_start()
         return self
 

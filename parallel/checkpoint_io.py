@@ -1,0 +1,155 @@
+"""Write and read the tensors of a checkpoint with torch.distributed.checkpoint (DCP), its metadata as JSON.
+
+DCP decides who writes which of several copies, and reads whatever part of a tensor each rank needs from whoever wrote
+it. Its own metadata file is a pickle, whose loading can execute what is in it, so an index in JSON takes its place. The
+tensors themselves are read by torch.load with weights_only, which builds tensors and nothing else.
+"""
+
+import json
+import pickle
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from parallel.checkpoint_files import BadCheckpoint, write_synced
+from parallel.checkpoint_state import Piece, Pieces
+
+INDEX = "index.json"
+
+
+class Sharded(torch.Tensor):
+    """What DCP asks a tensor of which this rank has some boxes: which they are, and the memory of each."""
+
+    @staticmethod
+    def __new__(cls, parts: Pieces):
+        return torch.Tensor._make_wrapper_subclass(cls, torch.Size(parts.shape))
+
+    def __init__(self, parts: Pieces):
+        self._parts = parts
+
+    def __create_write_items__(self, fqn: str, _) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, piece.offset),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk(piece),
+                    properties=TensorProperties.create_from_tensor(piece.data),
+                    size=torch.Size(self._parts.shape),
+                ),
+            )
+            for piece in self._parts.pieces
+            if piece.writes
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(piece) for piece in self._parts.pieces]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self._by_offset[tuple(index.offset)]
+
+    @property
+    def _by_offset(self) -> dict[tuple[int, ...], torch.Tensor]:
+        if not hasattr(self, "_lookup"):
+            self._lookup = {piece.offset: piece.data for piece in self._parts.pieces}
+        return self._lookup
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{cls.__name__} describes a tensor to DCP and cannot be computed with ({function}).")
+
+
+def _chunk(piece: Piece) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=piece.data.size())
+
+
+class Writer(dcp.FileSystemWriter):
+    """DCP's writer, synced file by file, with the index in JSON."""
+
+    def finish(self, metadata: Metadata, results) -> None:
+        """Writes the index; called on one rank when all have written."""
+        at = {write.index: write.storage_data for results_of_rank in results for write in results_of_rank}
+        tensors = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            boxes = []
+            for chunk in tensor.chunks:
+                place = at[MetadataIndex(name, chunk.offsets)]
+                boxes.append([list(chunk.offsets), list(chunk.sizes), place.relative_path, place.offset, place.length])
+            dtype = str(tensor.properties.dtype).removeprefix("torch.")
+            tensors[name] = {"shape": list(tensor.size), "dtype": dtype, "boxes": boxes}
+        write_synced(Path(self.path) / INDEX, json.dumps(tensors).encode())
+
+
+class Reader(dcp.FileSystemReader):
+    """DCP's reader, from the index in JSON."""
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        """The index as DCP wants it."""
+        tensors, at = {}, {}
+        for name, tensor in read_index(Path(self.path)).items():
+            chunks = []
+            for offset, sizes, file, start, length in tensor["boxes"]:
+                chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)))
+                at[MetadataIndex(name, offset)] = _StorageInfo(file, start, length)
+            properties = TensorProperties(dtype=getattr(torch, tensor["dtype"]))
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
+        return Metadata(tensors, storage_data=at, storage_meta=StorageMeta())
+
+
+def read_index(checkpoint: Path) -> dict:
+    """Shape, format and boxes of each tensor; raises BadCheckpoint when a box points outside the checkpoint."""
+    index = json.loads((checkpoint / INDEX).read_bytes())
+    for tensor in index.values():
+        for *_, file, _, _ in tensor["boxes"]:
+            if Path(file).name != file:
+                raise BadCheckpoint(f"{checkpoint / INDEX} names {file!r}, which is not a file of the checkpoint.")
+    return index
+
+
+def save(folder: Path, tensors: dict[str, Pieces]) -> None:
+    """Write tensors into a folder; every rank must call it. Of equal boxes on several ranks one is written."""
+    state = {name: Sharded(parts) for name, parts in tensors.items()}
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.save(state, storage_writer=Writer(folder), planner=planner)
+
+
+def load(checkpoint: Path, tensors: dict[str, Pieces], alone: bool = False) -> None:
+    """Read into the memory of `tensors`. Every rank must call it, unless it is `alone`.
+
+    Raises BadCheckpoint when the checkpoint lacks a tensor or has it in another shape.
+    """
+    index = read_index(checkpoint)
+    for name, parts in tensors.items():
+        if name not in index:
+            raise BadCheckpoint(f"{checkpoint} has no {name}: it is of another model, optimizer or number of ranks.")
+        if tuple(index[name]["shape"]) != tuple(parts.shape):
+            has, wants = index[name]["shape"], list(parts.shape)
+            raise BadCheckpoint(f"{checkpoint} has {name} in the shape {has}, this model in {wants}.")
+    state = {name: Sharded(parts) for name, parts in tensors.items()}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        dcp.load(state, storage_reader=Reader(checkpoint), planner=planner, no_dist=alone)
+    except (pickle.UnpicklingError, dcp.api.CheckpointException) as error:
+        raise BadCheckpoint(f"{checkpoint} cannot be read: {str(error).strip().splitlines()[-1]}") from error
+
+
+def read(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint as whole tensors in this process's memory; no process group is needed."""
+    whole = {
+        name: torch.zeros(tensor["shape"], dtype=getattr(torch, tensor["dtype"]))
+        for name, tensor in read_index(checkpoint).items()
+    }
+    load(checkpoint, {n: Pieces(tuple(t.shape), [Piece((0,) * t.dim(), t, False)]) for n, t in whole.items()}, True)
+    return whole

@@ -1,0 +1,185 @@
+"""What a rank keeps between two steps, as tensors it owns: master weights, the optimizer's moments, generators.
+
+Every kind of data parallelism keeps them elsewhere; `owned` finds them in each, and they are views, so that reading
+into them restores them. Numbers that are the same on all ranks (update count, loss scale) go beside them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from conf.schema import OptimizerName
+from parallel.checkpoint_map import Box, Place, boxes
+
+MOMENTS = {
+    OptimizerName.sgd: (),
+    OptimizerName.momentum: ("momentum_buffer",),
+    OptimizerName.adam: ("exp_avg", "exp_avg_sq"),
+    OptimizerName.adamw: ("exp_avg", "exp_avg_sq"),
+}
+MASTER = "weights"
+
+
+@dataclass
+class Owned:
+    """The flat range [start, end) of one parameter that this rank updates."""
+
+    places: list[Place]
+    start: int
+    end: int
+    # The master weights of the range, as the optimizer holds them, and the torch optimizer that does.
+    master: torch.Tensor
+    rule: torch.optim.Optimizer
+
+
+@dataclass
+class Piece:
+    """A box of a global tensor and the memory on this rank that holds it."""
+
+    offset: tuple[int, ...]
+    data: torch.Tensor
+    writes: bool
+
+
+@dataclass
+class Pieces:
+    """All that this rank has of one global tensor."""
+
+    shape: tuple[int, ...]
+    pieces: list[Piece]
+
+
+def optimizers(optimizer) -> list:
+    """Megatron's optimizers with parameters of this rank; it chains several and stubs those that have none."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+
+
+def owned(chunks, optimizer, zero: int) -> Iterator[Owned]:
+    """Every parameter of which this rank updates something, and what of it."""
+    parts = optimizers(optimizer)
+    if zero == 1:
+        for part in parts:
+            for p in part.model_param_gbuf_map:
+                held, (group, order) = part._get_model_param_range_map(p)["param"], part.model_param_group_index_map[p]
+                master = part.optimizer.param_groups[group]["params"][order]
+                yield Owned(p.places, held.start, held.end, master, part.optimizer)
+        return
+    rule = {id(p): part.optimizer for part in parts for group in part.optimizer.param_groups for p in group["params"]}
+    for chunk in chunks:
+        if zero >= 2:
+            for _, p in chunk.module.param_and_grad_buffer.optimizer_named_parameters:
+                if local(p).numel():
+                    held = p.megatron_fsdp_slice
+                    yield Owned(p.orig_param.places, held.start, held.stop, p, rule[id(p)])
+        else:
+            for p in chunk.parameters():
+                master = getattr(p, "main_param", p)  # FP32 weights are their own master weights
+                yield Owned(p.places, 0, p.numel(), master, rule[id(master)])
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's own memory of a tensor, flat, a view."""
+    return getattr(tensor, "_local_tensor", tensor).detach().view(-1)
+
+
+def tensors(chunks, optimizer, cfg) -> dict[str, Pieces]:
+    """Master weights and moments of this rank, by layout-free name; moments not there yet are made, as zeros."""
+    found: dict[str, Pieces] = {}
+    for part in owned(chunks, optimizer, cfg.parallel.zero):
+        held = {MASTER: local(part.master)}
+        held |= {name: local(_moment(part, name)) for name in MOMENTS[cfg.optimizer.name]}
+        for place in part.places:
+            for box in boxes(place, part.start, part.end):
+                for name, flat in held.items():
+                    entry = found.setdefault(f"{name}/{place.key}", Pieces(place.global_shape, []))
+                    entry.pieces.append(_piece(box, flat, place.writes))
+    return found
+
+
+def _piece(box: Box, flat: torch.Tensor, writes: bool) -> Piece:
+    return Piece(box.offset, flat[box.first : box.last].view(box.shape), writes)
+
+
+def _moment(part: Owned, name: str) -> torch.Tensor:
+    state = part.rule.state[part.master]
+    if state.get(name) is None:
+        state[name] = torch.zeros_like(part.master.detach())
+    return state[name]
+
+
+def updates(chunks, optimizer, zero: int) -> int:
+    """How many updates the optimizer has made; steps that the loss scaler skipped are none."""
+    counts = [0]
+    for part in owned(chunks, optimizer, zero):
+        counts.append(int(part.rule.state[part.master].get("step", 0)))
+        counts += [int(group.get("step", 0)) for group in part.rule.param_groups]
+    most = torch.tensor([max(counts)], dtype=torch.long, device="cuda")
+    dist.all_reduce(most, dist.ReduceOp.MAX)  # a rank may own nothing
+    return int(most)
+
+
+def set_updates(chunks, optimizer, cfg, count: int) -> None:
+    """Tell Adam how many updates its moments have seen: a tensor a parameter, or, when fused, a number."""
+    if "exp_avg" not in MOMENTS[cfg.optimizer.name]:
+        return
+    for part in owned(chunks, optimizer, cfg.parallel.zero):
+        if isinstance(part.rule, (torch.optim.Adam, torch.optim.AdamW)):
+            group = part.rule.param_groups[0]
+            on_device = group.get("capturable") or group.get("fused")
+            device = local(part.master).device if on_device else "cpu"
+            # One tensor for each: a shared one would count once for every parameter.
+            part.rule.state[part.master]["step"] = torch.tensor(float(count), dtype=torch.float32, device=device)
+        else:
+            for group in part.rule.param_groups:
+                group["step"] = count
+
+
+def install_masters(chunks, optimizer, zero: int) -> None:
+    """Round the master weights into the weights that are computed with, and hand them to all ranks that need them."""
+    if zero >= 2:
+        for chunk in chunks:
+            chunk.module.install_optimized_model_weights()
+        return
+    for part in optimizers(optimizer):
+        if hasattr(part, "_copy_main_params_to_model_params"):
+            part._copy_main_params_to_model_params()
+    if zero == 1:
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
+def loss_scale(optimizer) -> dict | None:
+    """State of the dynamic loss scaler; None when there is none."""
+    for part in optimizers(optimizer):
+        scaler = getattr(part, "grad_scaler", None)
+        if hasattr(scaler, "_growth_tracker"):
+            scale = scaler.scale.item()
+            return dict(scale=scale, growth=scaler._growth_tracker, hysteresis=scaler._hysteresis_tracker)
+    return None
+
+
+def set_loss_scale(optimizer, state: dict) -> None:
+    """Put the dynamic loss scaler, where there is one, into a state that `loss_scale` told."""
+    for part in optimizers(optimizer):
+        scaler = getattr(part, "grad_scaler", None)
+        if hasattr(scaler, "_growth_tracker"):
+            scaler._scale.fill_(state["scale"])
+            scaler._growth_tracker, scaler._hysteresis_tracker = state["growth"], state["hysteresis"]
+
+
+def generators() -> dict[str, torch.Tensor]:
+    """States of this rank's random generators, which dropout draws from; they belong to one layout."""
+    found = {"cpu": torch.get_rng_state(), "device": torch.cuda.get_rng_state()}
+    return found | {f"tracker/{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+
+
+def set_generators(states: dict[str, torch.Tensor]) -> None:
+    """Restore what `generators` told."""
+    torch.set_rng_state(states["cpu"])
+    torch.cuda.set_rng_state(states["device"])
+    tracked = {name.removeprefix("tracker/"): s for name, s in states.items() if name.startswith("tracker/")}
+    get_cuda_rng_tracker().set_states(tracked)
