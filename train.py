@@ -60,7 +60,7 @@ def rank(run_dir: Path) -> None:
     from precision import peak, setup
     from tracking.metrics import Meter
 
-    # Device and process groups, model, data parallelism, optimizer, checkpoint, data.
+    # Device and process groups, model, data parallelism, optimizer, data.
     heartbeat.beat("process groups")
     device = groups.start(cfg)
     setup.apply(cfg)
@@ -70,9 +70,6 @@ def rank(run_dir: Path) -> None:
     optimizer = build.optimizer(cfg, chunks)
     schedule = build.schedule(cfg, optimizer)
     wrap.connect(chunks, optimizer, cfg)
-    heartbeat.beat("resume")
-    checkpoints = Checkpoints(cfg, run_dir, chunks, optimizer, schedule)
-    done = checkpoints.resume()
     corpus = load_corpus(cfg)
     dp_rank, dp_size = facts.data_rank()
     batches = Batches(corpus.train, cfg.train, dp_rank, dp_size, cfg.train.seed)
@@ -80,8 +77,11 @@ def rank(run_dir: Path) -> None:
     in_batches = -(-cfg.train.eval_sequences // cfg.train.global_batch)
     evaluations = max(1, min(in_batches, len(corpus.val) // cfg.train.global_batch))
 
-    # What is known before the first step.
+    # What is known before the first step. The measured peak draws random numbers, so the state is restored after it.
     best = peak.dense_peak(cfg)
+    heartbeat.beat("resume")
+    checkpoints = Checkpoints(cfg, run_dir, chunks, optimizer, schedule)
+    done = checkpoints.resume()
     tokens_per_step = cfg.train.global_batch * cfg.train.seq_len
     flops_per_token = flops.per_token(cfg.model, cfg.train.seq_len, cfg.train.flop_rule)
     meter = Meter(cfg, frozen.world_size, flops_per_token, best and best["tflops"])

@@ -1,0 +1,185 @@
+"""A run goes on from a checkpoint under any layout, with every bit of its state, and like an uninterrupted one."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpointed import ENDLESS, REPO, SMALL, at, runner, steps
+
+from parallel import checkpoint_files, checkpoint_io, compose, launch
+from parallel.checkpoint_map import Place, boxes
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """`runs("name", ...)` trains in a folder of that name, which the tests of this module share."""
+    return runner(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(runs):
+    """Ten steps in one process, with all checkpoints."""
+    return runs(
+        "uninterrupted", *ENDLESS, "parallel=single", "train.steps=10", "checkpoint.every=2", "checkpoint.keep=9"
+    )
+
+
+@pytest.fixture(scope="module")
+def chain(runs):
+    """The same ten steps on five layouts, each going on from the one before; the last one's folder."""
+    before: list[str] = []
+    for number, layout in enumerate(["tp2", "pp2", "zero3", "tp2_pp2", "single"], 1):
+        words = [f"parallel={layout}", f"train.steps={2 * number}", "checkpoint.every=2", "checkpoint.keep=9", *before]
+        before = [f"checkpoint.resume={runs(f'chain_{number}_{layout}', *ENDLESS, *words)}"]
+    return Path(before[0].partition("=")[2])
+
+
+def deviations(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Relative norm of the difference of each tensor."""
+    return {
+        name: float((ours[name] - theirs[name]).norm() / theirs[name].norm())
+        for name in theirs
+        if not name.startswith("generators/")
+    }
+
+
+def test_a_run_goes_on_under_every_layout_of_a_chain(chain, uninterrupted):
+    expected = steps(uninterrupted)
+    for number, link in enumerate(sorted(chain.parent.glob("chain_*")), 1):
+        found = steps(link)
+        assert sorted(found) == [2 * number - 1, 2 * number]
+        for step, loss in found.items():
+            assert abs(loss / expected[step] - 1) < TOLERANCE, (link.name, step)
+    rates, expected_rates = steps(chain, "train/lr"), steps(uninterrupted, "train/lr")
+    assert all(rates[step] == expected_rates[step] for step in rates)
+
+
+def test_weights_and_both_moments_arrive_at_the_end_of_the_chain(chain, uninterrupted):
+    ours, theirs = checkpoint_io.read(at(chain, 10)), checkpoint_io.read(at(uninterrupted, 10))
+    found = deviations(ours, theirs)
+    assert {name.partition("/")[0] for name in found} == {"weights", "exp_avg", "exp_avg_sq"}
+    # Gradients agree to a few 1e-6 of their norm; Adam's division lets weights of tiny gradients differ more.
+    limit = {"weights": 1e-4, "exp_avg": 1e-4, "exp_avg_sq": 1e-4}
+    assert not {name: far for name, far in found.items() if far > limit[name.partition("/")[0]]}
+    untrained = checkpoint_io.read(at(uninterrupted, 2))
+    assert all(far > 1e-3 for far in deviations(untrained, theirs).values()), "a comparison that cannot fail"
+    about = checkpoint_files.read_about(at(chain, 10))
+    assert (about["updates"], about["step"], about["samples"]) == (10, 10, 80)
+
+
+@pytest.fixture
+def move(monkeypatch):
+    """`move(folder, checkpoint, ...)` is the checkpoint after ranks of another layout have read and written it."""
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    return moved
+
+
+def moved(folder: Path, checkpoint: Path, *words: str) -> Path:
+    composed, choices, overrides, _ = compose.compose([*SMALL, *ENDLESS, *words, f"checkpoint.resume={checkpoint}"])
+    frozen = compose.freeze(compose.check(composed), folder, choices, overrides)
+    entry = [sys.executable, "-u", str(REPO / "tests" / "checkpoint_rank.py"), str(folder)]
+    launch.run(folder, frozen, entry=entry)
+    return at(folder, checkpoint_files.read_about(checkpoint)["step"])
+
+
+def assert_same_bits(ours: Path, theirs: Path) -> None:
+    ours, theirs = checkpoint_io.read(ours), checkpoint_io.read(theirs)
+    names = {name for name in theirs if not name.startswith("generators/")}
+    assert names <= set(ours)
+    assert not [name for name in names if not torch.equal(ours[name], theirs[name])]
+
+
+FAST_MOVES = ["parallel=zero1", "parallel=pp2_vpp2 precision=bf16"]
+ALL_MOVES = [
+    f"parallel={layout}"
+    for layout in "dp2 tp2 tp2_sp pp2 pp2_vpp2 cp2 zero1 zero2 zero3 tp2_pp2 tp2_dp2 tp2_zero1 pp2_zero1 tp2_zero3 "
+    "pp2_zero3".split()
+] + [
+    "parallel=zero1 parallel.overlap=true parallel.bucket_mb=0.05",
+    "parallel=zero3 precision=bf16",
+    "parallel=zero2 precision=fp16",
+    "parallel=zero1 precision=fp16",
+    "parallel=pp2_vpp2 parallel.zero=1 parallel.dp=2 precision=bf16",
+    "parallel=single precision=fp16",
+]
+
+
+@pytest.mark.parametrize("words", FAST_MOVES)
+def test_a_checkpoint_read_and_written_under_another_layout_keeps_every_bit(words, chain, move, tmp_path):
+    before = at(chain.parent / "chain_3_zero3", 6)
+    assert_same_bits(move(tmp_path / "run", before, *words.split()), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ALL_MOVES)
+def test_every_layout_reads_and_writes_every_bit(words, chain, move, tmp_path):
+    before = at(chain.parent / "chain_3_zero3", 6)
+    after = move(tmp_path / "there", before, *words.split())
+    assert_same_bits(after, before)
+    assert_same_bits(move(tmp_path / "back", after, "parallel=single"), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["parallel=pp2", "parallel=pp2_zero1", "parallel=tp2_pp2", "parallel=zero3"])
+def test_tied_embeddings_biases_and_learned_positions_move_too(words, runs, move, tmp_path):
+    other = (
+        "model.tie_embeddings=true model.bias=true model.position=learned model.norm=layernorm model.activation=gelu"
+    )
+    other = [*other.split(), "model.kv_heads=2"]
+    run = runs("other_model", *ENDLESS, *other, "parallel=tp2", "train.steps=2", "checkpoint.every=2")
+    after = move(tmp_path / "there", at(run, 2), *other, *words.split())
+    assert_same_bits(after, at(run, 2))
+    assert_same_bits(move(tmp_path / "back", after, *other, "parallel=single"), at(run, 2))
+
+
+SAME = ["parallel=dp2 precision=fp16 model.dropout=0.1"]
+SAME_SLOW = [
+    "parallel=single",
+    "parallel=single optimizer=momentum",
+    "parallel=zero1 precision=bf16",
+    "parallel=zero2",
+    "parallel=zero3 precision=fp16",
+    "parallel=zero3 precision=bf16",
+    "parallel=tp2_sp model.dropout=0.1",
+    "parallel=pp2_vpp2",
+    "parallel=cp2",
+    "parallel=tp2_pp2 precision=bf16",
+    "parallel=pp2_zero1 parallel.overlap=true parallel.bucket_mb=0.05",
+    "parallel=pp2 model.tie_embeddings=true",
+]
+
+
+@pytest.mark.parametrize("words", [*SAME, *(pytest.param(words, marks=pytest.mark.slow) for words in SAME_SLOW)])
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(words, runs):
+    name = f"same_{SAME_SLOW.index(words) if words in SAME_SLOW else 'fast'}"
+    words = [*words.split(), "train.steps=6", "checkpoint.every=3", "schedule.warmup_steps=2"]
+    whole = runs(name, *words)
+    rest = runs(f"{name}_resumed", *words, f"checkpoint.resume={at(whole, 3)}")
+    for metric in ("train/loss", "train/lr", "grad/norm", "amp/loss_scale"):
+        expected = {step: value for step, value in steps(whole, metric).items() if step > 3}
+        assert len(expected) == 3 and steps(rest, metric) == expected, metric
+    ours, theirs = checkpoint_io.read(at(rest, 6)), checkpoint_io.read(at(whole, 6))
+    assert set(ours) == set(theirs) and any(name.startswith("generators/") for name in ours)
+    assert not [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+    about = [checkpoint_files.read_about(at(run, 6)) for run in (rest, whole)]
+    assert all(about[0][name] == about[1][name] for name in ("updates", "loss_scale", "tokens", "samples"))
+
+
+def test_ranges_of_a_parameter_are_cut_into_boxes_that_fill_it_once():
+    place = Place("w", (3, 8, 10), (1, 4, 5), 1, (4, 5), 20, True)  # rows 4-7, columns 5-9 of layer 1, after 20 others
+    random.seed(0)
+    for _ in range(200):
+        cuts = sorted({0, 60, *random.sample(range(60), 3)})
+        whole = torch.zeros(3, 8, 10)
+        for start, end in zip(cuts, cuts[1:], strict=False):
+            flat = torch.arange(start, end, dtype=torch.float32) + 1
+            for box in boxes(place, start, end):
+                where = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+                whole[where] += flat[box.first : box.last].view(box.shape)
+        expected = torch.zeros(3, 8, 10)
+        expected[1, 4:8, 5:10] = torch.arange(20, 40, dtype=torch.float32).view(4, 5) + 1
+        assert torch.equal(whole, expected)
