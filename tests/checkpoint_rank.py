@@ -1,23 +1,29 @@
 """A rank that loads the checkpoint its run is told to go on from and writes it again, without a step in between."""
 
+import os
 import sys
 from pathlib import Path
 
 from parallel import rank_process
 from parallel.frozen import load
+from parallel.heartbeat import Heartbeat
 
 
 def main(run_dir: Path) -> None:
     """The rank of the run frozen in `run_dir`."""
-    cfg = load(run_dir).cfg
+    cfg, heartbeat = load(run_dir).cfg, Heartbeat(run_dir, int(os.environ["RANK"]))
+    heartbeat.beat("import")
     from optim import build
     from parallel import groups, wrap
     from parallel.checkpoint import Checkpoints
 
+    heartbeat.beat("model")
     chunks = wrap.model_chunks(cfg, groups.start(cfg))
     optimizer = build.optimizer(cfg, chunks)
     checkpoints = Checkpoints(cfg, run_dir, chunks, optimizer, build.schedule(cfg, optimizer))
+    heartbeat.beat("checkpoint")
     checkpoints.save(checkpoints.resume())
+    heartbeat.beat("end")
     groups.stop()
 
 
