@@ -6,7 +6,6 @@ file once for each rank. `rank` below is what each of them does, from top to bot
 
 import math
 import os
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -90,7 +89,7 @@ def rank(run_dir: Path) -> None:
         "device": f"{frozen.world_size} × {peak.device_name()}",
         "peak": best,
         "rank_map": facts.rank_map(cfg),
-        "run_command": "python train.py " + shlex.join(frozen.overrides),
+        "run_command": facts.command(frozen.overrides),
         "data": corpus.facts,
         "notes": {
             "memory": facts.memory_note(cfg, chunks),

@@ -1,7 +1,9 @@
 """What is known about a run before its first step: who does what, and what memory its state takes."""
 
 import os
+import re
 import resource
+import shlex
 import sys
 
 import torch
@@ -35,6 +37,12 @@ def rank_map(cfg: Config) -> str:
         places.append(f"{rank}: " + " ".join(f"{axis}{place[axis]}" for axis in place if getattr(p, axis) > 1))
     rows = [" | ".join(places[i : i + 4]) for i in range(0, world, 4)]
     return "\n".join([title, *rows])
+
+
+def command(overrides: list[str]) -> str:
+    """The command line that repeats a run; numbers that choose an option are quoted for Hydra only."""
+    words = (re.sub(r"^([\w/]+)='([-+.\w]+)'$", r"\1=\2", word) for word in overrides)
+    return "python train.py " + shlex.join(words)
 
 
 def parameters_here(chunks) -> int:

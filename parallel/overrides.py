@@ -24,6 +24,11 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 # The other groups (experiment) have no values of their own: they set those of these.
 VALUE_GROUPS = tuple(f.name for f in fields(Config))
 WORDS = {"parallel.dp": "a whole number or auto", "precision.loss_scale": "none, dynamic or a number"}
+# How to get what no option of a group has.
+OTHERWISE = {
+    "clip": "; any other threshold is clip.max_norm=NUMBER",
+    "parallel": "; any other layout is parallel.tp=N parallel.pp=N parallel.zero=N and so on",
+}
 TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -129,7 +134,8 @@ def _group_problems(group: str, known: list[str], value: Any, override: Override
         return []
     value = "null" if value is None else str(value)
     near = get_close_matches(value, known, n=1)
-    return [f"{group}={value} is not an option{f', did you mean {near[0]}' if near else ''}: there are {join(known)}."]
+    advice = f", did you mean {near[0]}" if near else ""
+    return [f"{group}={value} is not an option{advice}: there are {join(known)}{OTHERWISE.get(group, '')}."]
 
 
 def key_type(name: str) -> Any:

@@ -44,8 +44,11 @@ def dense_peak(cfg: Config) -> dict | None:
     return None
 
 
-def _measure(compute: Compute, size: int = 1024, seconds: float = 0.2) -> dict:
-    """The best of repeated products of two square matrices; FP16 and TF32 are computed in FP32 on a CPU."""
+def _measure(compute: Compute, size: int = 768, seconds: float = 0.5) -> dict:
+    """The best of repeated products of two square matrices; FP16 and TF32 are computed in FP32 on a CPU.
+
+    The products are short, a few milliseconds, so that some of them go undisturbed on a machine that is busy.
+    """
     dtype = _MEASURED.get(compute, torch.float32)
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
     if dist.get_world_size() > 1:
