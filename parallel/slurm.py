@@ -81,8 +81,8 @@ def problems(cfg) -> list[str]:
         return [str(missing)]
     if cfg.launch.parallel_points > 1:
         return [
-            f"launch.parallel_points={cfg.launch.parallel_points} shares out the GPUs of one machine: leave it out with "
-            "launch=srun, or take hydra/launcher=submitit_slurm, with which as many points run at once as SLURM has "
+            f"launch.parallel_points={cfg.launch.parallel_points} shares out the GPUs of one machine: leave it out "
+            "with launch=srun, or take hydra/launcher=submitit_slurm, with which as many points run at once as SLURM has "
             "room for."
         ]
     if cfg.launch.device == "cpu" or place(cfg, there.capacity(cfg)).nodes <= len(there.hosts):

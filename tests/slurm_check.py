@@ -103,14 +103,14 @@ def test_submitit_runs_points_of_three_sizes_as_a_job_each(start, tmp_path):
     assert lines == [[f"#SBATCH --nodes={n}", f"#SBATCH --ntasks-per-node={p}"] for n, p in ((1, 1), (1, 2), (2, 2))]
 
 
-def test_a_sweep_with_a_point_that_fits_no_node_count_is_refused_before_any_job(start, tmp_path):
+def test_an_illegal_point_is_refused_before_any_job(start, tmp_path):
     sweep = start(*train("-m", *SUBMIT, "parallel=single,tp2", "model.heads=3"))
     out, _ = sweep.communicate(timeout=60)
     assert sweep.returncode == 2 and "Nothing was started:" in out and "Traceback" not in out
     assert not queue() and not points(tmp_path)
 
 
-def test_a_job_that_slurm_refuses_is_told_in_a_sentence_and_the_others_run(start, tmp_path):
+def test_jobs_that_slurm_refuses_are_told_in_a_sentence_and_recorded(start, tmp_path):
     words = train("-m", *SUBMIT, "parallel=single,tp2", "hydra.launcher.partition=nowhere")
     sweep = start(*words)
     out, _ = sweep.communicate(timeout=60)
