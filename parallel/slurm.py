@@ -82,8 +82,8 @@ def problems(cfg) -> list[str]:
     if cfg.launch.parallel_points > 1:
         return [
             f"launch.parallel_points={cfg.launch.parallel_points} shares out the GPUs of one machine: leave it out "
-            "with launch=srun, or take hydra/launcher=submitit_slurm, with which as many points run at once as SLURM has "
-            "room for."
+            "with launch=srun, or take hydra/launcher=submitit_slurm, with which SLURM runs as many points at once as "
+            "fit."
         ]
     if cfg.launch.device == "cpu" or place(cfg, there.capacity(cfg)).nodes <= len(there.hosts):
         return []
