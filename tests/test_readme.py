@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import made_runs
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent
@@ -38,12 +39,16 @@ def test_make_knows_the_target(target):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("line", RUN)
+# A sweep kept as a file has as many points as it has, each with its own start.
+@pytest.mark.parametrize("line", [pytest.param(x, marks=pytest.mark.slow) if "+sweep=" in x else x for x in RUN])
 def test_command_runs(line, plain_env, tmp_path):
     command = line.partition("#")[0].strip()
     if "train.py" in command and "--cfg" not in command:
         where = "hydra.sweep.dir" if " -m " in command else "hydra.run.dir"
         command += f" {SHORTER} {where}={shlex.quote(str(tmp_path / 'run'))}"
+    if "runs/sweeps" in command:  # which a newcomer has by then
+        made_runs.sweep(tmp_path / "sweep", steps=5, precision=["fp32", "bf16"])
+        command = command.replace("runs/sweeps", shlex.quote(str(tmp_path / "sweep")))
     done = run(command, plain_env, tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
