@@ -134,7 +134,10 @@ def begin(folder: Path, step: int) -> Path:
     """An empty folder to fill with the checkpoint of `step`, after clearing away what a kill left of earlier ones."""
     folder.mkdir(parents=True, exist_ok=True)
     for left in [*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REPLACED}*")]:
-        shutil.rmtree(left)
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:  # a pointer that was written and not yet renamed
+            left.unlink()
     unfinished = folder / f"{UNFINISHED}{name_of(step)}"
     unfinished.mkdir()
     return unfinished

@@ -152,6 +152,12 @@ def whole(folder: Path) -> int:
     return about["step"]
 
 
+def test_a_kill_between_pointer_and_rename_does_not_stand_in_the_way(tmp_path):
+    (tmp_path / f"{checkpoint_files.UNFINISHED}{checkpoint_files.POINTER}.txt").write_text("step_00000001")
+    assert checkpoint_files.begin(tmp_path, 2).is_dir()
+    assert [path.name for path in tmp_path.iterdir()] == [f"{checkpoint_files.UNFINISHED}step_00000002"]
+
+
 def test_fifty_kills_of_a_process_that_does_nothing_but_write_checkpoints(tmp_path):
     random.seed(1)
     step = 0
@@ -168,7 +174,8 @@ def test_fifty_kills_of_a_process_that_does_nothing_but_write_checkpoints(tmp_pa
     assert step > 50, "it was killed before it had written anything"
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [2, 12])
 def test_a_run_that_is_killed_again_and_again_goes_on_from_its_last_checkpoint(kills, tmp_path):
     random.seed(kills)
     run, step = tmp_path / "run", 0
@@ -192,7 +199,9 @@ def newest(run: Path) -> int:
     return int(found.name[5:]) if found else 0
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow), "timeout"])
+@pytest.mark.parametrize(
+    "how", ["SIGTERM", *(pytest.param(how, marks=pytest.mark.slow) for how in ("SIGINT", "timeout"))]
+)
 def test_a_run_that_is_stopped_writes_a_last_checkpoint_and_goes_on_from_it(how, runs, tmp_path):
     run = tmp_path / "run"
     words = ["parallel=dp2", "checkpoint.every=100000", *ENDLESS]
