@@ -9,6 +9,7 @@ from pathlib import Path
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
+from omegaconf import DictConfig
 
 from parallel import concurrent, points, signals, sweep
 from parallel.compose import check, remove_unless_used
@@ -52,13 +53,13 @@ class ValidatedLauncher(BasicLauncher):
         with signals.as_exceptions(signal.SIGTERM, signal.SIGHUP):
             if at_once > 1:
                 return concurrent.run(begun, due, at_once)
+            view = points.HydraView(self.config)
             for place, point in enumerate(due, start=1):
                 print(f"\n──── {point} ──── {place} of {len(due)}", flush=True)
-                self._run(begun, point)
+                self._run(begun, point, view.config(point))
 
-    def _run(self, begun: sweep.Sweep, point: sweep.Point) -> None:
+    def _run(self, begun: sweep.Sweep, point: sweep.Point, full: DictConfig) -> None:
         begun.freeze(point)
-        full = points.compose(self.hydra_context.config_loader, self.config, point)
         job = run_job(
             hydra_context=self.hydra_context,
             task_function=self.task_function,

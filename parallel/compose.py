@@ -174,11 +174,11 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
         sys.argv[1:] = argv
         point()
     except Refused as refusal:
-        return tell(refusal.sentences)
+        return tell(refusal.sentences, _headline(sweep.current is not None))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        return tell([_sentence(error)])
+        return tell([_sentence(error)], _headline(sweep.current is not None))
     except OSError as error:
-        if started:
+        if started or sweep.current is not None:
             raise
         return tell([f"the run folder cannot be made: {error}; name another with hydra.run.dir or hydra.sweep.dir."])
     except KeyboardInterrupt:
@@ -190,11 +190,15 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
     if sweep.current is not None:
         return sweep.current.exit_code()
     if refused:
-        return tell(refused, "Not every point was started:" if codes else "Nothing was started:")
+        return tell(refused, _headline(bool(codes)))
     return next((code for code in codes if code), 0)
 
 
-def tell(sentences: list[str], headline: str = "Nothing was started:") -> int:
+def _headline(started: bool) -> str:
+    return "Not every point was started:" if started else "Nothing was started:"
+
+
+def tell(sentences: list[str], headline: str = _headline(False)) -> int:
     """Print why nothing was started; the exit code that says so."""
     print(headline, *(f"  - {sentence}" for sentence in sentences), sep="\n", file=sys.stderr)
     return REFUSED

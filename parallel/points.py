@@ -1,12 +1,13 @@
 """From the words of a sweep's points to checked points."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import filter_overrides
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from parallel import resume, sweep
 from parallel.assemble import CLASSES, Assembler
@@ -49,7 +50,7 @@ def begin(folder: Path, master: DictConfig, planned: list[Point], command: list[
     if refused and not (master.sweep.skip_illegal and len(refused) < len(planned)):
         raise Refused([f"#{planned.index(p)} {' '.join(p.overrides)}: {line}" for p in refused for line in p.problems])
     begun = sweep.current or Sweep(folder, command, master)
-    due = begun.take(planned, Folders(master))
+    due = begun.take(planned, HydraView(master).folder)
     sweep.current = begun
     for point in refused:
         print(*(f"skipped {point}: {line}" for line in point.problems), sep="\n")
@@ -59,35 +60,39 @@ def begin(folder: Path, master: DictConfig, planned: list[Point], command: list[
     return begun, due
 
 
-def compose(loader, master: DictConfig, point: Point) -> DictConfig:
-    """Hydra's configuration of a point, which runs in the folder that it has."""
-    full = loader.load_sweep_config(master, point.words)
-    with open_dict(full):
-        full.hydra.job.id = full.hydra.job.num = point.number
-        full.hydra.sweep.subdir = point.folder
-    return full
-
-
-class Folders:
-    """Names run folders as hydra.sweep.subdir says, without composing each point again."""
+class HydraView:
+    """A point as Hydra would show it, made without a file, since files may be edited while a sweep runs."""
 
     def __init__(self, master: DictConfig):
         hydra = OmegaConf.structured(HydraConf)
         OmegaConf.set_struct(hydra, False)
-        self._full = OmegaConf.create({"hydra": OmegaConf.merge(hydra, OmegaConf.to_container(master.hydra))})
-
+        hydra = OmegaConf.merge(hydra, OmegaConf.to_container(master.hydra))
+        hydra.sweep.dir = str(master.hydra.sweep.dir)  # with the time at which the sweep began
+        self._full = OmegaConf.create({"hydra": hydra})
         template = OmegaConf.to_container(master.hydra.sweep)["subdir"]
         self._asks_hydra = "${hydra:" in template
         self._named = [group for group in CLASSES if f"${{{group}." in template]
 
-    def __call__(self, point: Point) -> str:
+    def folder(self, point: Point) -> str:
+        """The folder's name that hydra.sweep.subdir gives a point that has its number."""
+        self._set(point, self._named if point.cfg else [])
+        if self._asks_hydra:
+            HydraConfig.instance().set_config(self._full)
+        return str(self._full.hydra.sweep.subdir)
+
+    def config(self, point: Point) -> DictConfig:
+        """What Hydra starts a job with; the job runs in the folder that the point has."""
+        self._set(point, list(CLASSES))
+        full = copy.deepcopy(self._full)
+        full.hydra.sweep.subdir = point.folder
+        full.hydra.overrides.task = point.overrides
+        return full
+
+    def _set(self, point: Point, groups: list[str]) -> None:
         hydra = self._full.hydra
         OmegaConf.set_readonly(hydra, False)  # HydraConfig has made it so
         hydra.job.id = hydra.job.num = point.number
         hydra.job.override_dirname = ",".join(sorted(point.overrides))
         hydra.runtime.choices.update(point.choices)
-        for group in self._named if point.cfg else ():
+        for group in groups:
             self._full[group] = getattr(point.cfg, group)
-        if self._asks_hydra:
-            HydraConfig.instance().set_config(self._full)
-        return str(hydra.sweep.subdir)

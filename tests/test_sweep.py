@@ -147,6 +147,22 @@ def test_an_edited_configuration_is_a_new_point(sweep, tmp_path):
     assert statuses(folder) == ["ok", "ok", "ok"], "what was reached before is still there"
 
 
+def test_editing_the_configuration_leaves_a_sweep_that_runs_alone(tmp_path, plain_env):
+    own = tmp_path / "own" / "optimizer"
+    own.mkdir(parents=True)
+    shipped = (PARENT.parent.parent / "conf" / "optimizer" / "sgd.yaml").read_text()
+    (own / "mine.yaml").write_text(shipped)
+    words = ["--config-dir", str(tmp_path / "own"), "-m", "optimizer=mine", "train.seed=1,5,7"]
+    parent = subprocess.Popen([sys.executable, str(PARENT), *words], cwd=tmp_path, env=plain_env)
+    wait_for_lines(tmp_path / "started", 2)
+    (own / "mine.yaml").write_text("lr: nonsense")
+    assert parent.wait(30) == 0
+    (folder,) = folders(tmp_path)
+    assert statuses(folder) == ["ok", "ok", "ok"]
+    texts = [file.read_text() for file in sorted(folder.glob("*/.hydra/config.yaml"))]
+    assert len(texts) == 3 and all("name: sgd" in text for text in texts)
+
+
 def test_more_points_can_be_added_to_a_sweep(sweep, tmp_path):
     sweep("clip=0.1,1.0")
     (folder,) = folders(tmp_path)
