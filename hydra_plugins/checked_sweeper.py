@@ -46,6 +46,7 @@ class CheckedSweeper(BasicSweeper):
     def split_arguments(self, parsed: list[Override], max_batch_size: int | None) -> list[list[list[str]]]:
         """The words of every point, in batches."""
         (points,) = super().split_arguments(parsed, None)
+        points = [quote_choices(words) for words in points]  # glob(*) finds options that look like numbers
         if self._pairs:
             typed = {override.key_or_group for override in parsed}
             pairs = [[word for word in pair if key(word) not in typed] for pair in self._pairs]

@@ -44,7 +44,7 @@ class ValidatedLauncher(BasicLauncher):
             remove_unless_used(folder, "multirun.yaml")
             raise
         self._run_all(begun, due)
-        return [_returned(begun.outcome(point)) for point in planned]
+        return [self._returned(begun, point) for point in planned]
 
     _check = staticmethod(check)
 
@@ -74,8 +74,13 @@ class ValidatedLauncher(BasicLauncher):
             print(cause, file=sys.stderr)
             result.complete(begun.run_dir(point), "failed", cause)
 
-
-def _returned(outcome: float | None) -> JobReturn:
-    job = JobReturn(status=JobStatus.COMPLETED)
-    job.return_value = outcome
-    return job
+    def _returned(self, begun: sweep.Sweep, point: sweep.Point) -> JobReturn:
+        """What the sweeper gets to hear of a point: its outcome, or that it has none."""
+        status = begun.status(point)
+        job = JobReturn(overrides=point.overrides, status=JobStatus.COMPLETED)
+        # Hydra's own sweepers would stop at the first failure; those that search have to know of each.
+        if status != "ok" and self.config.hydra.runtime.choices["hydra/sweeper"] not in ("checked", "basic"):
+            job.status, job.return_value = JobStatus.FAILED, sweep.PointFailed(f"{point} ended as {status}.")
+        else:
+            job.return_value = begun.outcome(point)
+        return job

@@ -38,7 +38,7 @@ __all__ = [
     "tell",
 ]
 
-NUMBER = re.compile(r"(?<![\w.'\"+-])[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?(?![\w.'\"])")
+NUMBER = re.compile(r"(?<![\w.'\"+*?-])[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?(?![\w.'\"*?])")
 REFUSED = 2
 SWEEPS = "hydra.mode=MULTIRUN"
 NOT_OF_A_POINT = {"hydra"} | {f.name for f in fields(CommandLine)} - {f.name for f in fields(Config)}
@@ -175,6 +175,8 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
         point()
     except Refused as refusal:
         return tell(refusal.sentences, _headline(sweep.current is not None))
+    except sweep.PointFailed as failure:
+        return tell([str(failure)], "The search has stopped:") and 1
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         return tell([_sentence(error)], _headline(sweep.current is not None))
     except OSError as error:

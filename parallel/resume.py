@@ -10,7 +10,7 @@ from tracking.result import STATUSES
 from tracking.runs import SWEEP_FILE
 
 # Of a command, what says how to go about the sweep and not which points it has.
-OWN = ("resume", "retry", "launch.parallel_points", "sweep.skip_illegal", "hydra.sweep.dir")
+OWN = ("resume", "retry", "optimized_metric", "sweep.skip_illegal", "launch.parallel_points", "hydra.sweep.dir")
 RETRIED = (*(status for status in STATUSES if status != "ok"), "missing", "damaged")
 _CONFIG = Path(__file__).resolve().parent.parent / "conf" / "config.yaml"
 

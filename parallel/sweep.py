@@ -28,6 +28,10 @@ LOCK_FILE = ".lock"
 current: "Sweep | None" = None
 
 
+class PointFailed(Exception):
+    """A point that has no outcome for a sweeper that searches."""
+
+
 @dataclass
 class Point:
     """One point, composed and checked. `cfg` is resolved, or None where `problems` say why it cannot run."""
@@ -46,7 +50,8 @@ class Point:
     differs: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"#{self.number} " + " ".join(f"{key}={value}" for key, value in self.differs.items())
+        words = [f"{key}={value}" for key, value in self.differs.items()]
+        return f"#{self.number} {' '.join(words or self.overrides)}".rstrip()
 
     def entry(self) -> dict:
         """Its lines of sweep.json."""
@@ -123,14 +128,19 @@ class Sweep:
         return freeze(point.cfg, run_dir, point.choices, point.overrides)
 
     def outcome(self, point: Point) -> float | None:
-        """The value of `optimized_metric` that a point reached; NaN when it did not end well, None without a metric."""
-        if not self._metric:
+        """The value of `optimized_metric` that a point reached, None without a metric or when it did not end well.
+
+        Raises PointFailed when it ended well and has no such metric.
+        """
+        if not self._metric or self.status(point) != "ok":
             return None
         from tracking.table import measure
 
         run = runs.load(self.run_dir(point))
-        value = measure([run], self._metric)[id(run)] if run.status == "ok" else None
-        return float("nan") if value is None else value
+        try:
+            return measure([run], self._metric)[id(run)]
+        except ValueError as error:
+            raise PointFailed(f"optimized_metric={self._metric}: {error}") from None
 
     def end(self) -> None:
         """Print the table of all points and write the page that compares them."""

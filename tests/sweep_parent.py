@@ -1,7 +1,7 @@
 """The parent of a sweep for the tests: train.py's command line, with a stand-in for the ranks of a point.
 
-How a point ends is decided by the learning rate that the test gives it. Each start is noted in the file `started`, with
-the GPUs of the point and the times between which it had them in the file `devices`.
+How a point ends is decided by the learning rate that the test gives it. The files `started` and
+`devices` tell of each start: world size and environment; GPUs, and the times between which the point had them.
 """
 
 import os
@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from parallel.compose import command_line
+from parallel.environment import rank_environment
 from parallel.frozen import load
 from tracking import result
 
@@ -21,7 +22,8 @@ def run(run_dir: Path, frozen) -> int:
     """Stands for train.start."""
     lr = frozen.cfg.optimizer.lr
     with open("started", "a") as file:
-        print(run_dir.name, frozen.world_size, file=file)
+        connections = rank_environment(frozen.cfg, frozen.world_size)["CUDA_DEVICE_MAX_CONNECTIONS"]
+        print(run_dir.name, frozen.world_size, connections, file=file)
     began = time.monotonic()
     if frozen.cfg.train.seed == 5:  # a point that takes its time
         time.sleep(0.7)

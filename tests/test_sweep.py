@@ -64,11 +64,11 @@ def statuses(folder: Path) -> list[str]:
 def test_points_of_different_world_sizes_run_one_after_another_in_folders_of_their_own(sweep, tmp_path):
     done = sweep("parallel=single,tp2", "clip=0.1,1.0")
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "started").read_text().splitlines() == [
-        "0_tiny_single_fp32_adamw_clip-0.1 1",
-        "1_tiny_single_fp32_adamw_clip-1.0 1",
-        "2_tiny_tp2_fp32_adamw_clip-0.1 2",
-        "3_tiny_tp2_fp32_adamw_clip-1.0 2",
+    assert [line.split()[:2] for line in (tmp_path / "started").read_text().splitlines()] == [
+        ["0_tiny_single_fp32_adamw_clip-0.1", "1"],
+        ["1_tiny_single_fp32_adamw_clip-1.0", "1"],
+        ["2_tiny_tp2_fp32_adamw_clip-0.1", "2"],
+        ["3_tiny_tp2_fp32_adamw_clip-1.0", "2"],
     ]
     (folder,) = folders(tmp_path)
     assert all((folder / name / ".hydra").is_dir() for name in started(tmp_path))
@@ -339,3 +339,69 @@ def test_no_point_outlives_its_sweep(tmp_path, plain_env, signum):
     assert len(numbers(tmp_path)) == 2
     if signum != signal.SIGKILL:
         assert "3 points: " in printed and "1 missing" in printed
+
+
+SEARCH = """
+from dataclasses import dataclass
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+
+@dataclass
+class Conf:
+    _target_: str = "hydra_plugins.halving.Halving"
+
+ConfigStore.instance().store(group="hydra/sweeper", name="halving", node=Conf)
+
+class Halving(Sweeper):
+    def setup(self, *, hydra_context, task_function, config):
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments):
+        lr = 1.2
+        for number in range(4):
+            (job,) = self.launcher.launch([[*arguments, f"optimizer.lr={lr}"]], number)
+            try:
+                print("outcome", job.return_value)
+            except Exception as failure:
+                print("no outcome:", failure)
+            lr /= 2
+"""
+
+
+def test_a_sweeper_that_searches_learns_what_each_point_reached(sweep, tmp_path):
+    """As Hydra's Optuna sweeper does, with a plugin of a few lines in its place."""
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins" / "halving.py").write_text(SEARCH)
+    words = "hydra/sweeper=halving", "optimized_metric=val/loss"
+    done = sweep(*words, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1, done.stderr
+    told = [line for line in done.stdout.splitlines() if "outcome" in line]
+    assert told == ["outcome 1.2", "no outcome: #1 optimizer.lr=0.6 ended as oom.", "outcome 0.3", "outcome 0.15"]
+    assert numbers(tmp_path) == [0, 1, 2, 3] and "4 points: 3 ok, 1 oom" in done.stdout
+    (folder,) = folders(tmp_path)
+    points = json.loads((folder / "sweep.json").read_text())["points"]
+    assert points[3]["overrides"] == ["optimizer.lr=0.15"]
+
+
+def test_hydras_ranges_and_choices_are_points(sweep, tmp_path):
+    assert sweep("train.seed=range(3,5)", "optimizer.lr=choice(0.1,0.2)", "clip=glob(0*)").returncode == 0
+    assert len(numbers(tmp_path)) == 2 * 2 * 3
+    unknown = sweep("optimizer.lr=interval(0.1,0.2)")
+    assert unknown.returncode == 2 and "does not support" in unknown.stderr
+
+
+def test_an_illegal_combination_of_zero_and_layout_is_found_before_any_point_starts(sweep, tmp_path):
+    """Elsewhere found only after launch, deep in a run."""
+    done = sweep("parallel=pp2_zero3,single", "model.tie_embeddings=false,true")
+    assert done.returncode == 2 and not started(tmp_path)
+    assert "#1 parallel=pp2_zero3 model.tie_embeddings=True" in done.stderr and "#0" not in done.stderr
+
+
+def test_every_point_gets_the_environment_of_its_own_layout(sweep, tmp_path, eight_gpus):
+    """CUDA_DEVICE_MAX_CONNECTIONS must be 1 for tensor parallelism and must not be for ZeRO-3."""
+    assert sweep("parallel=tp2,zero3,single", env=eight_gpus).returncode == 0
+    told = {line.split()[0].split("_")[2]: line.split()[2] for line in (tmp_path / "started").read_text().splitlines()}
+    assert told == {"tp2": "1", "zero3": "None", "single": "None"}
