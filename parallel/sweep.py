@@ -121,10 +121,10 @@ class Sweep:
         return runs.load(self.run_dir(point)).status if self.run_dir(point).exists() else "missing"
 
     def freeze(self, point: Point) -> Frozen:
-        """Make the run folder of a point ready, without what an earlier try left there."""
+        """Make the run folder of a point ready: what an earlier try left goes, unless this one goes on from it."""
         run_dir = self.run_dir(point)
         run_dir.mkdir(parents=True, exist_ok=True)
-        result.clear(run_dir)
+        result.clear(run_dir, history=point.cfg.checkpoint.resume != "auto")
         return freeze(point.cfg, run_dir, point.choices, point.overrides)
 
     def outcome(self, point: Point) -> float | None:
