@@ -86,7 +86,8 @@ def submit(run_dir: Path, cfg, name: str, options: dict) -> Job:
 
     from tracking import result
 
-    result.clear(run_dir)  # of an earlier try: what is there afterwards is this job's
+    # Of an earlier try: what is there afterwards is this job's, unless it goes on from a checkpoint.
+    result.clear(run_dir, history=cfg.checkpoint.resume != "auto")
     # exec, so that SLURM's signals reach the program and not a shell that waits for it.
     executor = submitit.SlurmExecutor(folder=run_dir / "slurm", python=f"exec {sys.executable}")
     parameters = {"job_name": name, "use_srun": False, "stderr_to_stdout": True} | resources(cfg) | options
