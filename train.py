@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from parallel import memory, rank_process
-from parallel.attach import attach, attached
+from parallel.attach import attach, attached, complete
 from parallel.compose import command_line, tell
 from parallel.frozen import load
 
@@ -168,7 +168,12 @@ def frozen_point(run_dir: Path) -> int:
 
 def attached_rank(argv: list[str]) -> None:
     """Train as one of the ranks that torchrun or SLURM started."""
-    rank(attach(argv))
+    run_dir = attach(argv)
+    try:
+        rank(run_dir)
+    except BaseException as error:
+        complete(run_dir, error)  # there is no launcher of ours that would
+        raise
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Rank 0 alone composes, checks and freezes; the others learn from it, through the
 is, or that nothing runs. So there is one run folder for all ranks, whatever their clocks say.
 """
 
+import math
 import os
 import socket
 import sys
@@ -11,7 +12,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from parallel import environment, frozen, heartbeat, rank_process, slurm
+from parallel import environment, failure, frozen, heartbeat, rank_process, slurm
 
 ANSWER_S = 300.0  # ranks of a large job start minutes apart
 SHARED_S = 60.0  # until a file written on one node is seen on another
@@ -57,6 +58,15 @@ def attach(argv: list[str]) -> Path:
     return run_dir
 
 
+def complete(run_dir: Path, error: BaseException) -> None:
+    """Write result.json for a run that ends with `error` in rank 0 before anybody keeps its metrics."""
+    from tracking import result
+    from tracking.tracker import outcome_of
+
+    if os.environ["RANK"] == "0" and not result.load(run_dir):
+        result.complete(run_dir, *outcome_of(error))
+
+
 def _adopt_slurm() -> None:
     """Give a SLURM task the names that torch.distributed reads."""
     if os.environ.get("RANK"):
@@ -88,6 +98,7 @@ def _connect(rank: int) -> None:
 def _decide(argv: list[str], world_size: int) -> Path | None:
     """Compose, check and freeze; the run folder, or None after saying why nothing runs."""
     from parallel import compose, rules
+    from tracking import result
 
     try:
         if any(word in ("-m", "--multirun") for word in argv):
@@ -100,6 +111,9 @@ def _decide(argv: list[str], world_size: int) -> Path | None:
             print(f"note: {note}")
         run_dir = run_dir.absolute()
         compose.freeze(resolved, run_dir, choices, overrides)
+        result.clear(run_dir, history=resolved.checkpoint.resume != "auto")
+        for old in (run_dir / "ranks").glob("rank*.error.json"):
+            old.unlink()
         return run_dir
     except compose.Refused as refusal:
         compose.tell(refusal.sentences)
@@ -130,8 +144,24 @@ def _set_up(run_dir: Path, rank: int, world_size: int) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch read the variable when it was imported
     if rank > 0:
         rank_process.log_to_file(run_dir, rank)
-    else:
-        heartbeat.watch_in_background(run_dir, world_size, several_nodes=local < world_size)
+    rank_process.record_in(run_dir / "ranks" / f"rank{rank}.error.json")
+    limit = point.cfg.train.timeout_s
+    until = time.monotonic() + limit if limit else math.inf
+    if limit:
+        rank_process.stop_after(limit)
+    if rank == 0:
+        watch = heartbeat.watch_in_background(run_dir, world_size, local < world_size)
+        rank_process.ask_elsewhere(lambda: _why_stopped(run_dir, limit, until, watch))
+
+
+def _why_stopped(run_dir: Path, limit: float | None, until: float, watch: heartbeat.Watch) -> tuple[str, str] | None:
+    """Status and cause of a run that no launcher of ours completes: time that is up, or another rank's error."""
+    if time.monotonic() >= until:
+        return "timeout", f"not finished after train.timeout_s={limit:g}; {watch.positions()}"
+    errors = {int(path.name[4:].split(".")[0]): path for path in (run_dir / "ranks").glob("rank*.error.json")}
+    ended = [failure.Ended(rank, 1, path.stat().st_mtime) for rank, path in errors.items()]
+    found = failure.first_cause(ended, run_dir / "ranks", None) if ended else None
+    return (found.status, found.line) if found else None
 
 
 def _on_this_node(run_dir: Path, rank: int) -> Path:

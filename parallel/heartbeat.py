@@ -73,7 +73,7 @@ class Watch:
         )
 
 
-def watch_in_background(run_dir: str | Path, world_size: int, several_nodes: bool) -> None:
+def watch_in_background(run_dir: str | Path, world_size: int, several_nodes: bool) -> Watch:
     """Print on stderr, for the life of this process, when nothing moves; for runs without a parent of ours."""
     # A network file system shows what another node wrote up to half a minute late.
     watch = Watch(run_dir, world_size, quiet_s=3 * QUIET_S if several_nodes else QUIET_S)
@@ -85,6 +85,7 @@ def watch_in_background(run_dir: str | Path, world_size: int, several_nodes: boo
                 print(f"nothing has moved for {quiet:.0f} s: {watch.positions()}", file=sys.stderr, flush=True)
 
     threading.Thread(target=look, name="heartbeats", daemon=True).start()
+    return watch
 
 
 def _read(file: Path) -> tuple[int, str] | None:

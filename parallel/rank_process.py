@@ -28,6 +28,8 @@ _PR_SET_PDEATHSIG = 1
 _last_words: list[Callable[[int], None]] = []
 _between_steps = False  # whether the training loop itself looks for signals, so as to stop between two steps
 _asked = 0  # the signal it has not looked at yet
+_error_files: list[Path] = []  # further ones than the launcher's
+_elsewhere: Callable[[], tuple[str, str] | None] | None = None
 
 # What a collective says when it was another rank that broke or stood still.
 _LOST_PEERS = re.compile(
@@ -88,6 +90,25 @@ def stop_at_once() -> None:
         raise Stopped(_asked)
 
 
+def stop_after(seconds: float) -> None:
+    """Stop this rank after `seconds`, as SIGTERM would; for a rank whose launcher does not know train.timeout_s."""
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.daemon = True
+    timer.start()
+
+
+def ask_elsewhere(why: Callable[[], tuple[str, str] | None]) -> None:
+    """Register who knows status and cause of a run whose end this rank sees only as a signal or as lost peers."""
+    global _elsewhere
+    _elsewhere = why
+
+
+def elsewhere(error: BaseException | None) -> tuple[str, str] | None:
+    """Status and cause that lie outside this rank, when `error` is their consequence and somebody knows them."""
+    lost = isinstance(error, Exception) and lost_peers(f"{type(error).__name__}: {error}")
+    return _elsewhere() if _elsewhere and (lost or isinstance(error, Stopped)) else None
+
+
 def stop_on_signals(patience_s: float = PATIENCE_S) -> None:
     """Turn the first SIGTERM or SIGINT into `Stopped`, raised in the main thread; later ones are ignored.
 
@@ -146,14 +167,19 @@ def lost_peers(message: str) -> bool:
     return bool(_LOST_PEERS.search(message))
 
 
+def record_in(path: Path) -> None:
+    """Have an exception written to this file too; for a rank whose launcher is not ours."""
+    _error_files.append(path)
+
+
 def record(error: Exception) -> None:
     """Write an exception where the launcher (ours or torchrun) looks for the first cause, in torchrun's format."""
-    path = os.environ.get(ERROR_FILE)
-    if not path or (os.path.exists(path) and os.path.getsize(path)):  # already written, nearer to the cause
-        return
     info = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": info}
-    Path(path).write_text(json.dumps({"message": message}))
+    launchers = os.environ.get(ERROR_FILE)
+    for path in (Path(launchers), *_error_files) if launchers else _error_files:
+        if not (path.exists() and path.stat().st_size):  # else it is written already, nearer to the cause
+            path.write_text(json.dumps({"message": message}))
 
 
 def run(main: Callable, *args) -> None:

@@ -13,6 +13,7 @@ from parallel import checkpoint_rules, layouts, ranges
 from parallel.devices import visible_gpus
 from parallel.layouts import divisors, near
 from parallel.resolve import padded_vocab, resolve, whole, world_size
+from tracking import mode
 
 __all__ = ["notes", "padded_vocab", "problems", "resolve", "visible_gpus", "world_size"]
 
@@ -28,7 +29,8 @@ def problems(cfg, gpus: int, world: int | None = None) -> list[str]:
     resolved = resolve(cfg, gpus, world)
     found = ranges.problems(cfg) + _length(cfg.train) + _model(cfg) + layouts.shape_problems(resolved)
     found += layouts.batch_problems(resolved) + layouts.device_problems(resolved, gpus, world)
-    return found + _precision(cfg.precision) + _attention(resolved) + _data(cfg) + checkpoint_rules.problems(cfg)
+    found += _precision(cfg.precision) + _attention(resolved) + _data(cfg) + _tracking(cfg.tracking)
+    return found + checkpoint_rules.problems(cfg)
 
 
 def notes(cfg, gpus: int) -> list[str]:
@@ -152,8 +154,17 @@ def _data(cfg) -> list[str]:
         )
     if cfg.train.sample_length > 0 and not cfg.train.sample_prompt:
         found.append("train.sample_prompt is empty and a sample continues it: set it, or train.sample_length=0.")
-    if not cfg.tracking.project or re.search(r"[/\\#?%:]", cfg.tracking.project):
-        found.append(f"tracking.project={cfg.tracking.project!r} is not a W&B project: leave out / \\ # ? % and :.")
+    return found
+
+
+def _tracking(tracking) -> list[str]:
+    found = []
+    if not tracking.project or re.search(r"[/\\#?%:]", tracking.project):
+        found.append(f"tracking.project={tracking.project!r} is not a W&B project: leave out / \\ # ? % and :.")
+    try:
+        mode.decide(tracking.mode)
+    except mode.TrackingError as missing:
+        found.append(str(missing))
     return found
 
 

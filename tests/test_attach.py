@@ -13,6 +13,7 @@ from parallel.attach import attached
 
 HERE = Path(__file__).resolve().parent
 RANK = str(HERE / "attach_rank.py")
+TRAIN = str(HERE.parent / "train.py")
 
 
 def free_port() -> int:
@@ -141,3 +142,40 @@ def test_a_batch_script_and_a_shell_inside_a_step_are_no_ranks(monkeypatch, env,
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert attached() is expected
+
+
+def ended(folder: Path) -> tuple[str, str]:
+    found = json.loads((only_run(folder) / "result.json").read_text())
+    return found["status"], found["cause"]
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_keep_to_the_time_limit_and_leave_a_checkpoint(torchrun, tmp_path):
+    words = ["parallel=dp2", "train.steps=100000", "train.timeout_s=30", "checkpoint.every=50000"]
+    job = torchrun("--standalone", "--nproc-per-node=2", TRAIN, *words)
+    _, err = job.communicate(timeout=200)
+    assert job.returncode != 0, err
+    status, cause = ended(tmp_path)
+    assert status == "timeout" and cause.startswith("not finished after train.timeout_s=30; ranks 0, 1 in 'step ")
+    assert list(only_run(tmp_path).glob("checkpoints/step*"))
+
+
+BROKEN_RANK = """
+import os, runpy, sys
+from data import batches
+if os.environ["RANK"] == "1":
+    batches.Batches.step = lambda self, index: 1 / 0
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_the_result_of_a_torchrun_names_the_rank_that_failed_first(torchrun, tmp_path):
+    """Rank 0 itself sees lost peers only, or a signal."""
+    program = tmp_path / "broken.py"
+    program.write_text(BROKEN_RANK)
+    job = torchrun("--standalone", "--nproc-per-node=2", str(program), TRAIN, "parallel=dp2")
+    job.communicate(timeout=200)
+    status, cause = ended(tmp_path)
+    assert status == "failed" and cause.startswith("rank 1: ZeroDivisionError")

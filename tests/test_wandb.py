@@ -11,6 +11,7 @@ import pytest
 import tracked
 from wandb_server import WandbServer
 
+from parallel import compose, rules
 from tracking import mode
 from tracking.wandb_run import identity
 
@@ -75,6 +76,8 @@ def test_our_idea_of_where_the_key_is_agrees_with_wandb(nowhere):
 def test_online_without_a_key_is_refused_in_a_sentence(nowhere):
     with pytest.raises(mode.TrackingError, match="needs an API key for .*run `wandb login`"):
         mode.decide("online")
+    cfg, *_ = compose.compose(["tracking.mode=online"])
+    assert [sentence for sentence in rules.problems(cfg, gpus=0) if "API key" in sentence], "before a rank starts"
 
 
 def test_a_damaged_netrc_is_no_key(nowhere):

@@ -11,18 +11,21 @@
     notes        further rows of the block before the first step, {label: text}; may be left out
 """
 
+import shutil
+import sys
 import time
 from pathlib import Path
 
+from parallel import rank_process
 from tracking import report, result
 from tracking.console import Console, duration, short
 from tracking.history import History
 from tracking.mode import TrackingError
-from tracking.wandb_run import WandbRun
+from tracking.wandb_run import WandbRun, sweep_of
 
 TRY_NEXT = (
     "python train.py parallel=tp2",
-    "python train.py -m parallel=dp2,tp2 clip=0.1,1.0",
+    "python train.py -m parallel=dp2,tp2 clip=0.1,1.0 train.steps=20",
     "python train.py data=text data.path=FOLDER_WITH_TEXT",
 )
 
@@ -118,8 +121,8 @@ class Tracker:
         self._show_end(outcome, page)
 
     def last_words(self, signum: int) -> None:
-        """Closes as interrupted when the main thread cannot react to a signal (parallel.rank_process.last_words)."""
-        self.finish("interrupted", f"stopped by signal {signum} inside a call that did not return")
+        """Closes when the main thread cannot react to a signal (parallel.rank_process.last_words)."""
+        self.finish(*outcome_of(rank_process.Stopped(signum)))
 
     def __exit__(self, kind, error, traceback) -> None:
         self.finish(*outcome_of(error))
@@ -164,18 +167,28 @@ class Tracker:
         if self.wandb.folder:
             folder = short(self.wandb.folder)
             rows.append(("W&B", f"wandb leet {folder}\n" + (self.wandb.url or f"wandb sync {folder}")))
-        if outcome["status"] == "ok":
-            rows.append(("try next", "\n".join(TRY_NEXT)))
+        if outcome["status"] == "ok" and not sweep_of(self.run_dir):  # a sweep has a last word of its own
+            rows.append(("try next", "\n".join(_activate() + TRY_NEXT)))
         cause = f": {outcome['cause']}" if outcome["cause"] else ""
         self.console.block(f"{outcome['status']} after {took}{cause}", rows)
         if page:
             self.console.print(f"\nReport page, to open in a browser:\n{short(page)}")
 
 
+def _activate() -> tuple[str, ...]:
+    """What has to be typed before `python` is the one that runs now."""
+    own = Path(sys.prefix) / "bin" / "activate"
+    at_hand = shutil.which("python")
+    missing = own.exists() and not (at_hand and Path(at_hand).parent == own.parent)
+    return (f". {short(own)}",) if missing else ()
+
+
 def outcome_of(error: BaseException | None) -> tuple[str, str | None]:
     """Status and cause that an exception (or none) gives a run."""
     if error is None:
         return "ok", None
+    if found := rank_process.elsewhere(error):
+        return found
     words = str(error).strip().splitlines()
     cause = type(error).__name__ + (f": {words[0]}" if words else "")
     if not isinstance(error, Exception):
