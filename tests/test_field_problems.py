@@ -1,0 +1,73 @@
+"""What people who train large models run into, and the tests that keep it from happening here."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+# number: what happens elsewhere, and the tests that would notice it here.
+PROBLEMS = {
+    2: (
+        "an illegal product of ZeRO, PP and TP is found only after launch",
+        "test_sweep.py::test_an_illegal_combination_of_zero_and_layout_is_found_before_any_point_starts",
+        "test_refusals.py::test_the_layout_that_is_suggested_is_legal",
+    ),
+    3: (
+        "TP needs CUDA_DEVICE_MAX_CONNECTIONS=1 and FSDP forbids it",
+        "test_sweep.py::test_every_point_gets_the_environment_of_its_own_layout",
+        "test_environment.py::test_hardware_queues_follow_the_layout",
+    ),
+    7: (
+        "W&B has no tokens seen, no tokens per second and no time left",
+        "test_train.py::test_a_run_leaves_metrics_of_every_step_under_their_documented_names",
+    ),
+    8: (
+        "every rank has an output folder of its own, or ranks disagree on one",
+        "test_attach.py::test_torchrun_on_one_machine",
+        "test_attach.py::test_torchrun_on_two_machines_fills_in_data_parallelism",
+        "test_sweep.py::test_points_of_different_world_sizes_run_one_after_another_in_folders_of_their_own",
+    ),
+    9: (
+        "the second point of a sweep is killed or frozen, or inherits state from the first",
+        "test_sweep_runs.py::test_every_point_starts_afresh_whatever_ran_before_it",
+    ),
+    10: (
+        "all points land in one W&B run, or every rank makes one, or a restart makes another",
+        "test_wandb_sweep.py::test_each_point_is_one_run_of_its_group_and_stays_it_when_started_again",
+    ),
+    11: (
+        "a half-finished sweep starts again from the beginning",
+        "test_sweep.py::test_a_sweep_is_continued_where_it_stopped",
+        "test_sweep.py::test_an_edited_configuration_is_a_new_point",
+    ),
+    18: (
+        "there is no way to run Megatron-core without a GPU",
+        "test_train.py::test_the_first_run_says_that_this_machine_computes_correctly",
+    ),
+    21: (
+        "Ctrl-C or a kill leaves ranks that hold devices",
+        "test_sweep_runs.py::test_no_rank_outlives_a_sweep_that_is_stopped_and_the_same_command_finishes_it",
+        "test_launch.py::test_a_killed_parent_leaves_nothing",
+        "test_train.py::test_a_run_that_is_stopped_leaves_no_process_and_every_finished_step",
+    ),
+    22: (
+        "the port is in use",
+        "test_sweep_runs.py::test_two_sweeps_at_the_same_time_share_neither_folder_nor_port",
+        "test_launch.py::test_runs_at_the_same_time_do_not_meet",
+    ),
+    23: (
+        "an offline W&B run that crashed has no configuration and cannot be sent",
+        "test_wandb_sweep.py::test_a_crashed_offline_run_has_config_and_summary_and_can_be_sent",
+    ),
+}
+
+
+@pytest.mark.parametrize("number", PROBLEMS)
+def test_the_problem_has_a_test(number):
+    _, *tests = PROBLEMS[number]
+    assert tests
+    for test in tests:
+        file, name = test.split("::")
+        assert re.search(rf"^def {name}\(", (HERE / file).read_text(), re.MULTILINE), f"{test} is gone"
