@@ -158,7 +158,7 @@ class Train:
     eval_sequences: int = MISSING
     # Seconds after which a run is stopped and recorded as `timeout`; null for never.
     timeout_s: float | None = None
-    # Characters of sample text generated at the end; 0 for none.
+    # Tokens of sample text generated at the end; 0 for none.
     sample_length: int = MISSING
     # What the sample text continues.
     sample_prompt: str = MISSING
@@ -322,7 +322,7 @@ class Data:
     kind: DataKind = MISSING
     # File or folder (text).
     path: str | None = None
-    # How text becomes tokens.
+    # How text becomes tokens: bytes, or the path of a Hugging Face tokenizer.json or a SentencePiece .model file.
     tokenizer: str = MISSING
     # Share of the files (of the text, when it is one file) held out for validation.
     val_share: float = MISSING

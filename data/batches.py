@@ -9,7 +9,7 @@ import numpy as np
 
 from data.corpus import BadData, documents
 from data.order import Order
-from data.tokenizer import Bytes, tokenizer
+from data.tokenizer import Tokenizer, tokenizer
 
 MOCK_WINDOWS = 2**16
 
@@ -60,7 +60,7 @@ class Corpus:
 
     train: Samples
     val: Samples
-    tokenizer: Bytes
+    tokenizer: Tokenizer
     facts: dict[str, str | int]
 
 
@@ -70,14 +70,14 @@ def load(cfg) -> Corpus:
     Raises BadData when the text cannot be used, is too little, or has token ids that the model does not know.
     """
     seq_len, vocab = cfg.train.seq_len, cfg.model.vocab
-    tokens_of = tokenizer(cfg.data.tokenizer)
+    tokens_of = tokenizer(cfg)
     if cfg.data.kind == "mock":
         facts = {"source": f"random tokens below {vocab}, nothing to be learned"}
         return Corpus(Mock(vocab, seq_len, stream=0), Mock(vocab, seq_len, stream=1), tokens_of, facts)
-    if tokens_of.size > vocab:
+    if tokens_of.vocab_size > vocab:
         raise BadData(
-            f"data.tokenizer={cfg.data.tokenizer} makes {tokens_of.size} different tokens but model.vocab={vocab}; "
-            f"use model.vocab={tokens_of.size} or more."
+            f"data.tokenizer={cfg.data.tokenizer} makes {tokens_of.vocab_size} different tokens but "
+            f"model.vocab={vocab}; use model.vocab={tokens_of.vocab_size} or more."
         )
     text = documents(cfg.data, seq_len)
     train, val = (_stream(part, tokens_of) for part in (text.train, text.val))
@@ -99,10 +99,11 @@ def load(cfg) -> Corpus:
     return corpus
 
 
-def _stream(texts: list[bytes], tokens_of: Bytes) -> np.ndarray:
-    """All documents in one array of token ids, each followed by the separator."""
-    separator = np.array([tokens_of.separator], np.uint8)
-    return np.concatenate([part for text in texts for part in (tokens_of.encode(text), separator)])
+def _stream(texts: list[bytes], tokens_of: Tokenizer) -> np.ndarray:
+    """All documents in one array of token ids, each followed by the token that ends a document, if there is one."""
+    documents = tokens_of.encode_batch(texts)
+    end = np.array([] if tokens_of.eod is None else [tokens_of.eod], documents[0].dtype)
+    return np.concatenate([part for document in documents for part in (document, end)])
 
 
 class Batches:

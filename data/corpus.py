@@ -50,7 +50,7 @@ def documents(data, seq_len: int) -> Documents:
     # A text that lies there twice counts once, or its copy could be both trained on and held out.
     names: dict[bytes, str] = {}
     for file in files:
-        names.setdefault(_read(file), file.relative_to(root).as_posix())
+        names.setdefault(_read(file, data.tokenizer != "bytes"), file.relative_to(root).as_posix())
     texts = {name: text for text, name in names.items() if text}
     if not texts:
         raise BadData(f"data.path={root} holds no text: {'the file is' if root.is_file() else 'all files are'} empty.")
@@ -84,13 +84,18 @@ def _text_files(path: str | None) -> tuple[Path, list[Path]]:
     return root, found
 
 
-def _read(file: Path) -> bytes:
+def _read(file: Path, utf8: bool) -> bytes:
     try:
         text = file.read_bytes()
     except OSError as error:
         raise BadData(f"{file} cannot be read: {error.strerror}.") from error
     if b"\0" in text:
         raise BadData(f"{file} is not a text file: byte {text.index(0)} is zero. Move it out of data.path.")
+    if utf8:
+        try:
+            text.decode()
+        except UnicodeDecodeError as error:
+            raise BadData(f"{file} is not UTF-8 at byte {error.start}: take data.tokenizer=bytes.") from error
     return text
 
 

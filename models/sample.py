@@ -23,15 +23,16 @@ def sample(chunks, tokenizer, prompt: str, length: int, seq_len: int, seed: int,
     Every rank must call it and gets the same text. The whole sequence is computed anew for each token, padded to
     `seq_len` on the right, which a causal model does not see: simple, and right for a few hundred tokens.
     """
-    text = list(tokenizer.encode(prompt)) or [tokenizer.separator]
+    text = tokenizer.encode(prompt) or [tokenizer.eod or 0]
+    known = len(tokenizer.decode(text))  # which may differ from the prompt: a tokenizer can change blanks
     generator = torch.Generator().manual_seed(seed)
     with evaluating(chunks):
         for _ in range(length):
             window = text[-seq_len:]
             tokens = torch.zeros(1, seq_len, dtype=torch.long, device="cuda")
             tokens[0, : len(window)] = torch.tensor(window, device="cuda")
-            text.append(_next(chunks, tokens, len(window) - 1, tokenizer.size, temperature, generator))
-    return tokenizer.decode(text)[len(prompt) :]
+            text.append(_next(chunks, tokens, len(window) - 1, tokenizer.vocab_size, temperature, generator))
+    return tokenizer.decode(text)[known:]
 
 
 def _next(chunks, tokens, last: int, vocab: int, temperature: float, generator) -> int:

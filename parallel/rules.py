@@ -9,6 +9,8 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+from data.corpus import BadData
+from data.tokenizer import vocab_size
 from parallel import checkpoint_rules, layouts, ranges
 from parallel.devices import visible_gpus
 from parallel.layouts import divisors, near
@@ -17,7 +19,6 @@ from tracking import mode
 
 __all__ = ["notes", "padded_vocab", "problems", "resolve", "visible_gpus", "world_size"]
 
-TOKENIZERS = {"bytes": 256}
 STORED_AS = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -144,14 +145,15 @@ def _data(cfg) -> list[str]:
             found.append(f"data.path={d.path} may not be read: change its permissions or take another.")
     elif d.path is not None:
         found.append(f"data.path={d.path} is not read with data.kind={d.kind}: take data=text.")
-    if d.tokenizer not in TOKENIZERS:
-        found.append(f"data.tokenizer={d.tokenizer} is unknown: take data.tokenizer={' or '.join(TOKENIZERS)}.")
-    elif d.kind != "mock" and cfg.model.vocab < TOKENIZERS[d.tokenizer]:
-        size = TOKENIZERS[d.tokenizer]
-        found.append(
-            f"model.vocab={cfg.model.vocab} is smaller than the {size} ids of data.tokenizer={d.tokenizer}: "
-            f"take model.vocab={size}."
-        )
+    try:
+        size = vocab_size(d.tokenizer)
+        if d.kind != "mock" and cfg.model.vocab < size:
+            found.append(
+                f"model.vocab={cfg.model.vocab} is smaller than the {size} ids of data.tokenizer={d.tokenizer}: "
+                f"take model.vocab={size}."
+            )
+    except BadData as problem:
+        found.append(str(problem))
     if cfg.train.sample_length > 0 and not cfg.train.sample_prompt:
         found.append("train.sample_prompt is empty and a sample continues it: set it, or train.sample_length=0.")
     return found

@@ -11,7 +11,6 @@ from conf.schema import Config, Data, DataKind
 from data.batches import Batches, Mock, Windows, load
 from data.corpus import BadData
 from data.order import Order
-from data.tokenizer import Bytes
 
 ROOT = Path(__file__).parent.parent
 
@@ -110,12 +109,6 @@ def test_unusable_text_is_refused_in_a_sentence(tmp_path, make, sentence):
 def test_tokens_the_model_does_not_know_are_refused():
     with pytest.raises(BadData, match="model.vocab=100; use model.vocab=256"):
         load(configure("stdlib", vocab=100))
-
-
-def test_bytes_survive_the_tokenizer():
-    text = "naïve 字 🎉\n"
-    assert Bytes().decode(Bytes().encode(text)) == text
-    assert Bytes().decode([72, 105, 300, -1, 33]) == "Hi��!"
 
 
 def test_windows_overlap_by_the_target_only():
