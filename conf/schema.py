@@ -6,6 +6,7 @@ Rules that span several keys live in `parallel/rules.py`. This file declares; no
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -96,6 +97,7 @@ class DataKind(StrEnum):
 
     stdlib = "stdlib"
     text = "text"
+    megatron = "megatron"
     mock = "mock"
 
 
@@ -320,11 +322,12 @@ class Data:
 
     # Source.
     kind: DataKind = MISSING
-    # File or folder (text).
-    path: str | None = None
-    # How text becomes tokens: bytes, or the path of a Hugging Face tokenizer.json or a SentencePiece .model file.
-    tokenizer: str = MISSING
-    # Share of the files (of the text, when it is one file) held out for validation.
+    # File or folder (text); prefix of a pair .bin and .idx, a list of them, or [WEIGHT, PREFIX, ...] (megatron).
+    path: Any = None
+    # How text becomes tokens: bytes, or the path of a Hugging Face tokenizer.json or a SentencePiece .model file; null
+    # for the one that is recorded beside the files (megatron).
+    tokenizer: str | None = MISSING
+    # Share of the documents (of the text, when it is one document) held out for validation.
     val_share: float = MISSING
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data import stored
+from data.blend import Blend, Joined
 from data.corpus import BadData, documents
 from data.order import Order
 from data.tokenizer import Tokenizer, tokenizer
@@ -47,27 +49,27 @@ class Mock(Sequence):
         return (random % self.vocab).astype(np.int64)
 
 
-Samples = Windows | Mock
+Samples = Windows | Mock | stored.Stored | Blend | Joined
 
 
 @dataclass
 class Corpus:
     """What a run trains and is validated on.
 
-    `facts` says in plain values what it is: source, tokens, val_tokens, and a fingerprint of all token ids by which two
-    machines can tell that they train on the same text.
+    `facts` says in plain values what it is: source, tokens, val_tokens, and a fingerprint by which two machines can
+    tell that they train on the same text.
     """
 
     train: Samples
     val: Samples
     tokenizer: Tokenizer
-    facts: dict[str, str | int]
+    facts: dict
 
 
 def load(cfg) -> Corpus:
-    """Reads the corpus that `cfg` (conf.schema.Config) asks for.
+    """Opens the corpus that `cfg` (conf.schema.Config) asks for.
 
-    Raises BadData when the text cannot be used, is too little, or has token ids that the model does not know.
+    Raises BadData when it cannot be used, is too little, or has token ids that the model does not know.
     """
     seq_len, vocab = cfg.train.seq_len, cfg.model.vocab
     tokens_of = tokenizer(cfg)
@@ -79,7 +81,22 @@ def load(cfg) -> Corpus:
             f"data.tokenizer={cfg.data.tokenizer} makes {tokens_of.vocab_size} different tokens but "
             f"model.vocab={vocab}; use model.vocab={tokens_of.vocab_size} or more."
         )
-    text = documents(cfg.data, seq_len)
+    read = stored.load if cfg.data.kind == "megatron" else _text
+    corpus = Corpus(*read(cfg, tokens_of))
+    if len(corpus.train) < cfg.train.global_batch or not len(corpus.val):
+        facts = corpus.facts
+        raise BadData(
+            f"Too little text in {facts['source']}: {facts['tokens']} training and {facts['val_tokens']} validation "
+            f"tokens make {len(corpus.train)} and {len(corpus.val)} sequences of train.seq_len={seq_len}, but one step "
+            f"takes train.global_batch={cfg.train.global_batch}; use more text, or a smaller train.seq_len or "
+            "global_batch."
+        )
+    return corpus
+
+
+def _text(cfg, tokens_of: Tokenizer) -> tuple[Windows, Windows, Tokenizer, dict]:
+    """The fields of the Corpus of text that is tokenized here and kept in memory."""
+    text = documents(cfg.data, cfg.train.seq_len)
     train, val = (_stream(part, tokens_of) for part in (text.train, text.val))
     fingerprint = hashlib.sha256(train)
     fingerprint.update(val)
@@ -89,14 +106,7 @@ def load(cfg) -> Corpus:
         "val_tokens": len(val),
         "fingerprint": fingerprint.hexdigest()[:12],
     }
-    corpus = Corpus(Windows(train, seq_len), Windows(val, seq_len), tokens_of, facts)
-    if len(corpus.train) < cfg.train.global_batch or not len(corpus.val):
-        raise BadData(
-            f"Too little text in {text.source}: {len(train)} training and {len(val)} validation tokens make "
-            f"{len(corpus.train)} and {len(corpus.val)} sequences of train.seq_len={seq_len}, but one step takes "
-            f"train.global_batch={cfg.train.global_batch}; use more text, or a smaller train.seq_len or global_batch."
-        )
-    return corpus
+    return Windows(train, cfg.train.seq_len), Windows(val, cfg.train.seq_len), tokens_of, facts
 
 
 def _stream(texts: list[bytes], tokens_of: Tokenizer) -> np.ndarray:
@@ -115,7 +125,8 @@ class Batches:
     """
 
     def __init__(self, samples: Samples, train, dp_rank: int, dp_size: int, seed: int | None):
-        self.samples, self.order = samples, Order(len(samples), seed)
+        self.samples = samples
+        self.order = samples.order(seed) if isinstance(samples, Blend) else Order(len(samples), seed)
         self.micro_batch, self.global_batch = train.micro_batch, train.global_batch
         self.share = train.global_batch // dp_size
         self.first = dp_rank * self.share

@@ -27,3 +27,31 @@ class Order:
             random = np.random.Philox(key=[self.seed % 2**64, epoch]).random_raw(self.count)
             self._epoch, self._permutation = epoch, np.argsort(random, kind="stable")
         return int(self._permutation[position])
+
+
+class BlendedOrder:
+    """Goes through several sets of samples at once, taking from each its share, each in its own `Order`.
+
+    Which set a position takes from repeats after PERIOD positions and follows Megatron's rule: the set that is most
+    behind its share. Megatron's BlendedDataset applies it to as many samples as a run asks for; a period needs no such
+    number, and any position is found at once. A set that is used up before the others starts its next epoch.
+    """
+
+    PERIOD = 2**20
+
+    def __init__(self, counts: list[int], weights: list[float], seed: int):
+        """`counts` samples of each set and their `weights`, of any sum; each must be at least one in PERIOD."""
+        from megatron.core.datasets.helpers_cpp import build_blending_indices
+
+        self.orders = [Order(count, seed) for count in counts]
+        shares = np.array(weights, np.float64) / sum(weights)
+        self.set, self.before = np.zeros(self.PERIOD, np.int16), np.zeros(self.PERIOD, np.int64)
+        build_blending_indices(self.set, self.before, shares, len(counts), self.PERIOD, False)
+        self.in_period = np.bincount(self.set, minlength=len(counts))
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        """Which set, and which sample of it, stands at global position `index` >= 0."""
+        period, position = divmod(index, self.PERIOD)
+        chosen = int(self.set[position])
+        number = period * int(self.in_period[chosen]) + int(self.before[position])
+        return chosen, self.orders[chosen][number]

@@ -3,12 +3,14 @@
 Nothing here imports torch, and each library is imported where it is used: a configuration is checked without them.
 """
 
+import hashlib
 import json
 import os
 from functools import lru_cache
 from pathlib import Path
 
 from data.corpus import BadData
+from data.sources import tokenizer_name
 
 # In this order they end a document, where no file beside the tokenizer says which token does.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|endofsequence|>")
@@ -106,15 +108,42 @@ class SentencePiece:
         return self._library.decode([int(token) for token in ids if 0 <= token < self.vocab_size])
 
 
-Tokenizer = Bytes | HuggingFace | SentencePiece
+class Ids:
+    """Stands in where nobody wrote down which tokenizer made the files of data=megatron: text shows as token ids."""
+
+    eod = None
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids written with blanks between them; raises BadData for any other text."""
+        words = text.split()
+        if not all(word.isdecimal() and int(word) < self.vocab_size for word in words):
+            raise BadData(f"{text!r} has no token ids: nobody recorded the tokenizer of data.path, set data.tokenizer.")
+        return [int(word) for word in words]
+
+    def decode(self, ids) -> str:
+        """The ids with blanks between them."""
+        return " ".join(str(int(token)) for token in ids)
+
+
+Tokenizer = Bytes | HuggingFace | SentencePiece | Ids
 
 
 def tokenizer(cfg) -> Tokenizer:
     """The tokenizer of a configuration (conf.schema.Config): `vocab_size`, `eod`, `encode`, `decode`.
 
-    Raises BadData for one that is not there or is damaged.
+    That of data=megatron is recorded beside the files. Raises BadData for one that is not there or is damaged.
     """
-    return open_tokenizer(cfg.data.tokenizer)
+    if cfg.data.kind != "megatron":
+        return open_tokenizer(cfg.data.tokenizer)
+    name, eod = tokenizer_name(cfg.data)
+    if name is None:
+        return Ids(cfg.model.vocab)
+    held = open_tokenizer(name)
+    held.eod = held.eod if eod is None else eod
+    return held
 
 
 def open_tokenizer(name: str) -> Tokenizer:
@@ -148,6 +177,17 @@ def file_of(name: str) -> Path | None:
     if path.suffix not in FILES:
         raise BadData(f"data.tokenizer={name} is neither a tokenizer.json nor a SentencePiece .model file.")
     return path
+
+
+def digest(name: str) -> str:
+    """What tells one tokenizer from another: `bytes`, or the SHA-256 of its file; raises BadData."""
+    file = file_of(name)
+    if file is None:
+        return "bytes"
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise BadData(f"{file} cannot be read: {error.strerror}.") from error
 
 
 def dtype_of(size: int) -> str:

@@ -7,10 +7,8 @@ import math
 import os
 import re
 from importlib.util import find_spec
-from pathlib import Path
 
-from data.corpus import BadData
-from data.tokenizer import vocab_size
+from data import rules as data_rules
 from parallel import checkpoint_rules, layouts, ranges
 from parallel.devices import visible_gpus
 from parallel.layouts import divisors, near
@@ -135,25 +133,7 @@ def _attention(cfg) -> list[str]:
 
 
 def _data(cfg) -> list[str]:
-    d, found = cfg.data, []
-    if d.kind == "text":
-        if d.path is None:
-            found.append("data=text needs a file or folder: add data.path=PATH.")
-        elif not Path(d.path).exists():
-            found.append(f"data.path={d.path} does not exist{_nearest_path(Path(d.path))}.")
-        elif not os.access(d.path, os.R_OK):
-            found.append(f"data.path={d.path} may not be read: change its permissions or take another.")
-    elif d.path is not None:
-        found.append(f"data.path={d.path} is not read with data.kind={d.kind}: take data=text.")
-    try:
-        size = vocab_size(d.tokenizer)
-        if d.kind != "mock" and cfg.model.vocab < size:
-            found.append(
-                f"model.vocab={cfg.model.vocab} is smaller than the {size} ids of data.tokenizer={d.tokenizer}: "
-                f"take model.vocab={size}."
-            )
-    except BadData as problem:
-        found.append(str(problem))
+    found = data_rules.problems(cfg)
     if cfg.train.sample_length > 0 and not cfg.train.sample_prompt:
         found.append("train.sample_prompt is empty and a sample continues it: set it, or train.sample_length=0.")
     return found
@@ -168,9 +148,3 @@ def _tracking(tracking) -> list[str]:
     except mode.TrackingError as missing:
         found.append(str(missing))
     return found
-
-
-def _nearest_path(path: Path) -> str:
-    """Where the path stops existing, which is where the typing mistake is."""
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
-    return f" (there is no {path.absolute().relative_to(parent).parts[0]} in {parent})"

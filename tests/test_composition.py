@@ -57,7 +57,10 @@ def freeze(folder, *words):
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_option_is_legal_and_says_when_to_pick_it(group, option, tmp_path):
-    extra = {"text": [f"data.path={tmp_path}"]}.get(option, [])
+    for end in ("idx", "bin"):
+        (tmp_path / f"a.{end}").touch()
+    megatron = [f"data.path={tmp_path / 'a'}", "train.sample_length=0"]
+    extra = {"text": [f"data.path={tmp_path}"], "megatron": megatron}.get(option, [])
     cfg = point(f"{group}={option}", *extra, gpus=8 if group in ("experiment", "parallel") else 0)
     assert not OmegaConf.missing_keys(cfg)
     lines = (overrides.CONF / group / f"{option}.yaml").read_text().splitlines()
