@@ -210,6 +210,11 @@ class Model:
     dropout: float = MISSING
     # Standard deviation of initial weights; layers that write to the residual stream get it divided by sqrt(2·layers).
     init_std: float = MISSING
+    # Maximal update parametrisation: initial weights, learning rates and logits scale with hidden / mup_base_hidden, so
+    # that the best learning rate of the base width stays the best one at every width.
+    mup: bool = False
+    # Width at which mup changes nothing; the width of the small model whose learning rate is carried over.
+    mup_base_hidden: int = 256
 
 
 @dataclass

@@ -7,7 +7,9 @@ the format.
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
+
+from omegaconf import MISSING
 
 from conf.schema import Compute, Config
 
@@ -24,7 +26,13 @@ EXPECTED = {
 
 def key(cfg: Config) -> str:
     """Digest of what decides the untrained model's loss."""
-    model = {name: value for name, value in asdict(cfg.model).items() if name not in _IRRELEVANT}
+    # A field that has its default changes nothing: it came later than the figures.
+    neutral = {field.name: field.default for field in fields(cfg.model)}
+    model = {
+        name: value
+        for name, value in asdict(cfg.model).items()
+        if name not in _IRRELEVANT and (value != neutral[name] or neutral[name] == MISSING)
+    }
     values = json.dumps([model, cfg.train.seed, cfg.train.seq_len, cfg.train.global_batch], sort_keys=True)
     return hashlib.sha256(values.encode()).hexdigest()[:16]
 

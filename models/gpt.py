@@ -41,6 +41,10 @@ def transformer_config(cfg: Config):
         # Weights are written by models/init.py, as a function of seed, name and global shape.
         perform_initialization=False,
         init_method_std=m.init_std,
+        # The scale of logits. Attention keeps 1/sqrt(head size): widths differ in the number of heads.
+        use_mup=m.mup,
+        mup_base_hidden_size=m.mup_base_hidden if m.mup else None,
+        mup_attn_scale_power=0.5,
         params_dtype=dtype,
         fp16=cfg.precision.params is Format.fp16,
         bf16=cfg.precision.params is Format.bf16,

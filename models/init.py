@@ -5,7 +5,8 @@ written from its place in the whole model, which Megatron itself knows: `sharded
 globally and says which part of the global tensor this rank holds. So TP, PP, virtual stages, DP and ZeRO start alike.
 
 Distribution: normal(0, init_std) for matrices and embeddings, divided by sqrt(2·layers) for the two matrices of each
-layer that write to the residual stream (GPT-2; Radford et al. 2019); norms 1, biases 0.
+layer that write to the residual stream (GPT-2; Radford et al. 2019); norms 1, biases 0. With `model.mup` the
+layers' matrices are divided by sqrt(width / base width) too, embeddings and output layer are not (Yang et al. 2022).
 """
 
 import hashlib
@@ -58,6 +59,8 @@ def fill_(data, key: str, global_shape, global_offset, prepended: int, model: Mo
         std = model.init_std
         if key.endswith(("linear_proj.weight", "linear_fc2.weight")):
             std /= math.sqrt(2 * model.layers)
+        if model.mup and key.startswith("decoder."):
+            std /= math.sqrt(model.hidden / model.mup_base_hidden)
         _fill_normal(data, f"{seed}/{key}/{layer}/{shape}", shape, offset, std)
     else:
         raise ValueError(f"No rule for the initial value of {key} with shape {shape}.")

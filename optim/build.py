@@ -1,7 +1,12 @@
 """Megatron-core's optimizer and learning-rate schedule, from the configuration."""
 
 import torch
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_mup_config_overrides,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from conf.schema import Config, Format, OptimizerName, ScheduleName
@@ -44,10 +49,20 @@ def optimizer(cfg: Config, chunks):
         overlap_param_gather=cfg.parallel.overlap and cfg.parallel.zero >= 1,
         clip_grad=0.0,
     )
-    wrapped = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    wrapped = get_megatron_optimizer(config, chunks, _by_parameter(cfg, config), use_gloo_process_groups=False)
     if o.name in RULES:
         _replace_rule(wrapped, lambda parameters: RULES[o.name](parameters, o))
     return wrapped
+
+
+def _by_parameter(cfg: Config, config: OptimizerConfig) -> dict:
+    """What differs between parameters: no weight decay on norms and biases; with mup the learning rate, by width."""
+    rates = {}
+    if cfg.model.mup:
+        plain = cfg.optimizer.name in (OptimizerName.sgd, OptimizerName.momentum)
+        kind = "sgd" if plain else config.optimizer
+        rates = get_mup_config_overrides(config, cfg.model.hidden / cfg.model.mup_base_hidden, kind)
+    return get_standard_config_overrides(config) | rates
 
 
 # Rules that Megatron's distributed optimizer would refuse to build by itself; it runs any torch optimizer.

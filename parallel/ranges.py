@@ -44,6 +44,7 @@ RANGES = {
     "model.max_positions": FROM_ONE,
     "model.dropout": SHARE,
     "model.init_std": ABOVE_ZERO,
+    "model.mup_base_hidden": FROM_ONE,
     "parallel.tp": FROM_ONE,
     "parallel.pp": FROM_ONE,
     "parallel.vpp": FROM_ONE,

@@ -45,7 +45,7 @@ def sweep(folder: Path, steps: int, ends: dict[int, str] | None = None, **axes: 
                 choices[name] = value
                 cfg = OmegaConf.merge(cfg, {name: OmegaConf.load(CONF / name / f"{value}.yaml")})
             else:
-                OmegaConf.update(cfg, name, float(value))
+                OmegaConf.update(cfg, name, int(value) if value.isdecimal() else float(value))
         if cfg.parallel.dp == "auto":
             cfg.parallel.dp = cfg.parallel.dp_on_cpu
         name = "_".join([str(number), *(choices[group] for group in ("model", "parallel", "precision", "optimizer"))])

@@ -360,6 +360,22 @@ def test_a_browser_draws_filters_sorts_and_points(sweep, tmp_path):
 
 
 @needs_browser
+def test_what_was_reached_is_drawn_against_each_number_that_was_swept(tmp_path):
+    axes = {"optimizer.lr": ["1e-3", "1e-2", "1e-1"], "parallel": ["dp2", "tp2"], "train.seed": ["1", "2"]}
+    folder = made_runs.sweep(tmp_path / "lr", 20, {11: "nan"}, **axes)
+    file = compare.write(folder)
+    (chart,) = data_of(file.read_text())["outcomes"]
+    assert chart["title"] == "Final validation loss against optimizer.lr" and chart["log"]
+    names = [curve["name"] for curve in chart["curves"]]
+    assert names == ["dp2 (#0, 1, 4, 5, 8, 9)", "tp2 (#2, 3, 6, 7, 10)"], "seeds are repetitions, a NaN is no outcome"
+    assert all(curve["x"] == [0.001, 0.01, 0.1] for curve in chart["curves"])
+    losses = [json.loads((run / "result.json").read_text())["val_loss_final"] for run in sorted(folder.glob("[01]_*"))]
+    assert chart["curves"][0]["y"][0] == pytest.approx(sum(losses) / 2, rel=1e-4)
+    dom, complaints = browse(file, tmp_path / "browser")
+    assert not complaints and dom.count("<canvas") == 4
+
+
+@needs_browser
 def test_a_sweep_in_which_nothing_began_has_a_page_that_works(tmp_path):
     folder = made_runs.sweep(tmp_path / "none", 10, {0: "missing", 1: "skipped"}, parallel=["dp2", "tp2"])
     dom, complaints = browse(compare.write(folder), tmp_path / "browser")

@@ -4,12 +4,13 @@ import os
 from html import escape
 from pathlib import Path
 
-from tracking import curves, page
+from tracking import curves, outcomes, page
 from tracking.console import short
 from tracking.differences import common, differences
 from tracking.runs import Run, finite, labels, value_of
 from tracking.table import COLUMNS, Column, by_value, short_name, why
 
+SCRIPTS = ("outcomes.js", "compare.js")
 STYLES = ("page.css", "compare.css")
 BARS = ("tokens_per_s", "mfu", "peak_gib", "clip_fraction")
 # Of more points nobody tells the colours apart; then a choice gives a curve its colour.
@@ -34,17 +35,19 @@ def html(title: str, runs: list[Run], place: Path, by: str | None = None) -> str
         "charts": [
             {"key": key, "title": name} for key, (name, *_) in curves.CURVES.items() if any(key in one for one in drawn)
         ],
+        "outcomes": outcomes.charts(runs, names),
     }
     body = "".join(
         (
             _head(title, runs, names, place),
             _charts(data["charts"]),
+            _outcomes(data["outcomes"]),
             _points(runs, names, place),
             _not_ok(runs, names),
             _differences(runs),
         )
     )
-    return page.document(title, body, data, "compare.js", STYLES)
+    return page.document(title, body, data, SCRIPTS, STYLES)
 
 
 def name_of(run: Run, names: list[str]) -> str:
@@ -113,6 +116,16 @@ def _charts(charts: list[dict]) -> str:
         "</span></p></div>"
     )
     return f'<section>{controls}<div class="charts compared">{cards}</div></section>'
+
+
+def _outcomes(charts: list[dict]) -> str:
+    """A place for each chart of outcomes; outcomes.js fills them."""
+    cards = "".join(
+        f'<div class="card" id="{chart["key"]}"><h2>{escape(chart["title"])}</h2>'
+        '<p class="readout soft"></p><div class="plot"></div></div>'
+        for chart in charts
+    )
+    return f'<section><div class="charts compared outcomes">{cards}</div></section>' if charts else ""
 
 
 def _points(runs: list[Run], names: list[str], place: Path) -> str:

@@ -73,8 +73,10 @@ def places(charts: list[dict]) -> str:
     return f'<div class="charts">{cards}</div>'
 
 
-def document(title: str, body: str, data: object, script: str, styles: tuple[str, ...] = ("page.css",)) -> str:
-    """The whole page: HTML `body`, and `data` (as JSON) for `script`, one of the assets, to draw."""
+def document(
+    title: str, body: str, data: object, scripts: tuple[str, ...], styles: tuple[str, ...] = ("page.css",)
+) -> str:
+    """The whole page: HTML `body`, and `data` (as JSON) for `scripts`, of the assets, to draw."""
     # "<" cannot end the script element early when it is written like this.
     content = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return f"""<!doctype html>
@@ -94,7 +96,7 @@ def document(title: str, body: str, data: object, script: str, styles: tuple[str
 </main>
 <script type="application/json" id="data">{content}</script>
 <script>{_asset("uPlot.iife.min.js")}</script>
-<script>{_asset("plots.js")}{_asset(script)}</script>
+<script>{"".join(map(_asset, ("plots.js", *scripts)))}</script>
 </body>
 </html>
 """

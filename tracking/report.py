@@ -38,7 +38,7 @@ def html(run_dir: Path) -> str:
     title = " · ".join(result.named(found.get("choices", {}))) or run_dir.name
     drawn = charts(steps, config)
     body = _head(title, found, run_dir) + page.places(drawn) + _rest(found, config)
-    return page.document(title, body, drawn, "charts.js")
+    return page.document(title, body, drawn, ("charts.js",))
 
 
 def charts(steps: dict[int, dict[str, float]], config: dict) -> list[dict]:

@@ -113,6 +113,7 @@ function redraw() {
   });
   plots.forEach((plot) => plot.destroy());
   plots = charts.map(draw);
+  redraw_outcomes();
 }
 
 for (const label of shown_labels) {
@@ -167,5 +168,5 @@ if (charts.length) {
   x_axis.onchange = smooth.onchange = redraw;
   redraw();
   dark.addEventListener("change", redraw);
-  addEventListener("resize", () => plots.forEach((plot) => plot.setSize({ width: plot.root.parentElement.clientWidth, height: plot.height })));
+  addEventListener("resize", () => [...plots, ...reached].forEach((plot) => plot.setSize({ width: plot.root.parentElement.clientWidth, height: plot.height })));
 }
