@@ -75,7 +75,7 @@ def test_what_a_model_writes_cannot_become_part_of_the_page(tmp_path):
     assert "<script>alert" not in html and "&lt;script&gt;alert" in html
     series = [{"label": "</script><b>", "values": [1.0]}]
     charts = [page.chart("</h2><b>", [1], series)]
-    page_of_labels = page.document("</title><b>", page.places(charts), charts, "charts.js")
+    page_of_labels = page.document("</title><b>", page.places(charts), charts, ("charts.js",))
     assert "<b>" not in page_of_labels.partition("</style>")[2].partition("var uPlot")[0]
 
 

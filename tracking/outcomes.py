@@ -15,7 +15,7 @@ def charts(runs: list[Run], names: list[str]) -> list[dict]:
     """One chart for each of the labels `names` that is a number: `{"key", "label", "title", "log", "curves"}`.
 
     A curve is `{"name", "runs", "x", "y"}`: runs that differ in this number alone, by position in `runs`, in order of
-    the number. Points without a finite loss are left out.
+    the number. Points that did not end well are left out.
     """
     outcome = next((name for name in OUTCOMES if any(finite(run.value(name)) for run in runs)), None)
     if outcome is None:
@@ -37,7 +37,7 @@ def charts(runs: list[Run], names: list[str]) -> list[dict]:
 def _curves(runs: list[Run], key: str, others: list[str], outcome: str) -> list[dict]:
     groups: dict[tuple, dict[float, list[int]]] = {}
     for place, run in enumerate(runs):
-        if finite(run.value(outcome)) and finite(value_of(run, key)):
+        if run.status == "ok" and finite(run.value(outcome)) and finite(value_of(run, key)):
             group = groups.setdefault(tuple(value_of(run, other) for other in others), {})
             group.setdefault(float(value_of(run, key)), []).append(place)
     curves = []
