@@ -24,6 +24,9 @@ class Bytes:
     # Text has no zero bytes (data.corpus refuses them), so zero is free to end a document.
     eod = 0
 
+    def id_of(self, token: str) -> None:
+        """Bytes have no names."""
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
         return list(text.encode())
@@ -101,7 +104,7 @@ class SentencePiece:
         import numpy as np
 
         dtype = dtype_of(self.vocab_size)
-        return [np.array(ids, dtype) for ids in self._library.encode([text.decode() for text in texts], num_threads=-1)]
+        return [np.array(ids, dtype) for ids in self._library.encode([text.decode() for text in texts], num_threads=1)]
 
     def decode(self, ids) -> str:
         """Text of token ids; ids that it does not know are left out."""
