@@ -114,8 +114,8 @@ def test_the_end_of_a_document_can_be_chosen(tmp_path):
     file = made.hugging_face(tmp_path / "tokenizer")
     make(tmp_path, "a.jsonl", jsonl(TEXTS), tokenizer=file, eod="none", output=tmp_path / "none")
     assert all(ids[-1] != 0 for ids in read(tmp_path / "none")[0])
-    make(tmp_path, "a.jsonl", jsonl(TEXTS), tokenizer=file, eod="fox", output=tmp_path / "a")
-    assert {ids[-1] for ids in read(tmp_path / "a")[0]} == {open_tokenizer(str(file)).id_of("fox")}
+    make(tmp_path, "a.jsonl", jsonl(TEXTS), tokenizer=file, eod="A", output=tmp_path / "a")
+    assert {ids[-1] for ids in read(tmp_path / "a")[0]} == {open_tokenizer(str(file)).id_of("A")}
     with pytest.raises(BadData, match="eod=nope is not a token"):
         make(tmp_path, "a.jsonl", jsonl(TEXTS), tokenizer=file, eod="nope", output=tmp_path / "b")
 
@@ -257,6 +257,23 @@ def test_an_end_at_any_moment_leaves_no_index_without_its_tokens(old, tmp_path):
             assert steps > 10 and there[".idx"].read_text() == "new"
             return
     pytest.fail("never came to its end")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [made.hugging_face, made.sentence_piece])
+def test_a_mixture_of_prepared_files_is_trained_on_and_sampled_in_words(kind, tmp_path, train):
+    file = kind(tmp_path / "tokenizer")
+    for name in "ab":
+        make(tmp_path, f"{name}.jsonl", jsonl(TEXTS * 4), tokenizer=file, output=tmp_path / name)
+    words = "model.vocab=512 train.steps=3 train.seq_len=32 train.global_batch=4 train.sample_length=6 model.layers=2"
+    words += " data=megatron data.path=[0.3,a,0.7,b] train.sample_prompt=fox parallel=tp2 tracking.mode=disabled"
+    done = train(*words.split(), "hydra.run.dir=run", timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "run" / "result.json").read_bytes())
+    assert result["status"] == "ok" and result["data"]["source"] == "30.0% a + 70.0% b"
+    assert [found["prefix"] for found in result["data"]["files"]] == ["a", "b"]
+    assert len(result["data"]["files"][0]["idx_sha256"]) == 64
+    assert result["sample"]["prompt"] == "fox" and result["sample"]["text"]
 
 
 @pytest.mark.slow

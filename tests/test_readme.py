@@ -43,6 +43,11 @@ def test_make_knows_the_target(target):
 @pytest.mark.parametrize("line", [pytest.param(x, marks=pytest.mark.slow) if "+sweep=" in x else x for x in RUN])
 def test_command_runs(line, plain_env, tmp_path):
     command = line.partition("#")[0].strip()
+    if "runs/mine" in command:  # prepared by the line before
+        command = command.replace("runs/mine", shlex.quote(str(tmp_path / "mine")))
+        if "data.prepare" not in command:
+            prepared = next(line for line in RUN if "data.prepare" in line).partition("#")[0].strip()
+            run(prepared.replace("runs/mine", shlex.quote(str(tmp_path / "mine"))), plain_env, tmp_path)
     if "train.py" in command and "--cfg" not in command:
         where = "hydra.sweep.dir" if " -m " in command else "hydra.run.dir"
         command += f" {SHORTER} {where}={shlex.quote(str(tmp_path / 'run'))}"
