@@ -49,7 +49,7 @@ def rank(run_dir: Path) -> None:
     from parallel import quiet
 
     quiet.libraries()
-    from data.batches import Batches
+    from data.batches import Batches, HeldOut
     from data.batches import load as load_corpus
     from models import attention, expected, flops, loss
     from models.sample import sample
@@ -57,7 +57,7 @@ def rank(run_dir: Path) -> None:
     from parallel import facts, groups, wrap
     from parallel.checkpoint import Checkpoints
     from precision import peak, setup
-    from tracking.metrics import Meter
+    from tracking.metrics import Meter, validation
 
     # Device and process groups, model, data parallelism, optimizer, data.
     heartbeat.beat("process groups")
@@ -72,9 +72,7 @@ def rank(run_dir: Path) -> None:
     corpus = load_corpus(cfg)
     dp_rank, dp_size = facts.data_rank()
     batches = Batches(corpus.train, cfg.train, dp_rank, dp_size, cfg.train.seed)
-    held_out = Batches(corpus.val, cfg.train, dp_rank, dp_size, None)
-    in_batches = -(-cfg.train.eval_sequences // cfg.train.global_batch)
-    evaluations = max(1, min(in_batches, len(corpus.val) // cfg.train.global_batch))
+    held_out = HeldOut(corpus.val, cfg.train, dp_rank, dp_size, cfg.train.eval_sequences)
 
     # What is known before the first step. The measured peak draws random numbers, so the state is restored after it.
     best = peak.dense_peak(cfg)
@@ -95,6 +93,7 @@ def rank(run_dir: Path) -> None:
             "memory": facts.memory_note(cfg, chunks),
             "time": facts.time_note(cfg, flops_per_token, best),
             "attention": attention_note,
+            "validation": facts.validation_note(held_out),
             **setup.notes(cfg),
             **checkpoints.notes,
         },
@@ -102,13 +101,16 @@ def rank(run_dir: Path) -> None:
     heartbeat.beat("check")
     check = None if done else expected.check(cfg, chunks, dp_rank, dp_size)
 
+    def evaluating(batch: int) -> None:
+        heartbeat.beat(f"evaluation, batch {batch}")
+        tracker.evaluating(batch, held_out.steps)
+
     with facts.tracker(frozen, run_dir, known, done) as tracker:
         rank_process.last_words(tracker.last_words)
         if check:
             tracker.verdict(check)
         if not done:
-            heartbeat.beat("evaluation")
-            tracker.log(0, {"val/loss": loss.evaluate(chunks, held_out, evaluations, cfg.train)})
+            tracker.log(0, validation(loss.evaluate(chunks, held_out, cfg.train, evaluating)))
 
         for step in range(done + 1, cfg.train.steps + 1):
             heartbeat.beat(f"step {step}")
@@ -143,8 +145,7 @@ def rank(run_dir: Path) -> None:
             )
             tracker.log(step, meter.step(raw))
             if step % cfg.train.eval_every == 0 or step == cfg.train.steps:
-                heartbeat.beat(f"evaluation after step {step}")
-                tracker.log(step, {"val/loss": loss.evaluate(chunks, held_out, evaluations, cfg.train)})
+                tracker.log(step, validation(loss.evaluate(chunks, held_out, cfg.train, evaluating)))
             heartbeat.beat(f"checkpoint after step {step}")
             checkpoints.after(step)
 

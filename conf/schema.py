@@ -156,8 +156,8 @@ class Train:
     log_every: int = MISSING
     # Steps between two evaluations on held-out data; one is made before the first step and after the last.
     eval_every: int = MISSING
-    # Held-out sequences per evaluation, always the same ones, rounded up to whole global batches.
-    eval_sequences: int = MISSING
+    # Held-out sequences per evaluation, always the same first ones, or `all`: every token of the held-out data.
+    eval_sequences: int | str = MISSING
     # Seconds after which a run is stopped and recorded as `timeout`; null for never.
     timeout_s: float | None = None
     # Tokens of sample text generated at the end; 0 for none.

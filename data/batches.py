@@ -11,6 +11,7 @@ from data import stored
 from data.blend import Blend, Joined
 from data.corpus import BadData, documents
 from data.order import Order
+from data.padding import PADDING, filled, windows
 from data.tokenizer import Tokenizer, tokenizer
 
 MOCK_WINDOWS = 2**16
@@ -19,19 +20,19 @@ MOCK_WINDOWS = 2**16
 class Windows(Sequence):
     """Samples cut from a stream of tokens: window i starts at token i·seq_len and ends with the next one's first token.
 
-    Windows share no input position, and every token but the first is a target once.
+    Windows share no input position, and every token but the first is a target once, with `tail` to the very last one.
     """
 
-    def __init__(self, tokens: np.ndarray, seq_len: int):
-        self.tokens, self.seq_len = tokens, seq_len
+    def __init__(self, tokens: np.ndarray, seq_len: int, tail: bool = False):
+        self.tokens, self.seq_len, self.tail = tokens, seq_len, tail
 
     def __len__(self) -> int:
-        return max(len(self.tokens) - 1, 0) // self.seq_len
+        return windows(len(self.tokens), self.seq_len, self.tail)
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Window `index`, int64 [seq_len + 1]: inputs are all but the last token, targets all but the first."""
         start = range(len(self))[index] * self.seq_len
-        return self.tokens[start : start + self.seq_len + 1].astype(np.int64)
+        return filled(self.tokens[start : start + self.seq_len + 1], self.seq_len)
 
 
 class Mock(Sequence):
@@ -83,13 +84,12 @@ def load(cfg) -> Corpus:
         )
     read = stored.load if cfg.data.kind == "megatron" else _text
     corpus = Corpus(*read(cfg, tokens_of))
-    if len(corpus.train) < cfg.train.global_batch or not len(corpus.val):
-        facts = corpus.facts
+    facts, whole = corpus.facts, windows(corpus.facts["val_tokens"], seq_len, tail=False)
+    if len(corpus.train) < cfg.train.global_batch or not whole:
         raise BadData(
             f"Too little text in {facts['source']}: {facts['tokens']} training and {facts['val_tokens']} validation "
-            f"tokens make {len(corpus.train)} and {len(corpus.val)} sequences of train.seq_len={seq_len}, but one step "
-            f"takes train.global_batch={cfg.train.global_batch}; use more text, or a smaller train.seq_len or "
-            "global_batch."
+            f"tokens make {len(corpus.train)} and {whole} sequences of train.seq_len={seq_len}, but one step takes "
+            f"train.global_batch={cfg.train.global_batch}; use more text, or a smaller train.seq_len or global_batch."
         )
     return corpus
 
@@ -106,7 +106,8 @@ def _text(cfg, tokens_of: Tokenizer) -> tuple[Windows, Windows, Tokenizer, dict]
         "val_tokens": len(val),
         "fingerprint": fingerprint.hexdigest()[:12],
     }
-    return Windows(train, cfg.train.seq_len), Windows(val, cfg.train.seq_len), tokens_of, facts
+    seq_len = cfg.train.seq_len
+    return Windows(train, seq_len), Windows(val, seq_len, tail=True), tokens_of, facts
 
 
 def _stream(texts: list[bytes], tokens_of: Tokenizer) -> np.ndarray:
@@ -120,8 +121,7 @@ class Batches:
     """The micro-batches of one data-parallel rank.
 
     Rank r of d takes the r-th of d equal runs of the step's `global_batch` samples, so the samples of a step are the
-    same whatever d and the micro-batch are. Without a seed samples come in order, from the first again after the last:
-    the way to validate.
+    same whatever d and the micro-batch are. Without a seed samples come in order, from the first again after the last.
     """
 
     def __init__(self, samples: Samples, train, dp_rank: int, dp_size: int, seed: int | None):
@@ -148,6 +148,25 @@ class Batches:
     def _read(self, step: int) -> list[np.ndarray]:
         start = step * self.global_batch + self.first
         return [
-            np.stack([self.samples[self.order[i]] for i in range(at, at + self.micro_batch)])
+            np.stack([self._sample(i) for i in range(at, at + self.micro_batch)])
             for at in range(start, start + self.share, self.micro_batch)
         ]
+
+    def _sample(self, index: int) -> np.ndarray:
+        return self.samples[self.order[index]]
+
+
+class HeldOut(Batches):
+    """The first `sequences` samples in order (`all`: every one), each once: what a model is validated on.
+
+    They come in `steps` global batches; the last one is filled up with samples of PADDING alone, so that every
+    data-parallel rank has as many micro-batches as the others.
+    """
+
+    def __init__(self, samples: Samples, train, dp_rank: int, dp_size: int, sequences: int | str):
+        super().__init__(samples, train, dp_rank, dp_size, None)
+        self.count = len(samples) if sequences == "all" else min(sequences, len(samples))
+        self.steps = -(-self.count // self.global_batch)
+
+    def _sample(self, index: int) -> np.ndarray:
+        return self.samples[index] if index < self.count else np.full_like(self.samples[0], PADDING)

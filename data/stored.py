@@ -15,6 +15,7 @@ import numpy as np
 from data.blend import Blend, Joined
 from data.corpus import BadData
 from data.indexed import Index, open_index
+from data.padding import filled, windows
 from data.sources import sources
 
 HELD_OUT_KEY = 0x5EED  # the numbers that decide which documents are held out; another key is another split
@@ -23,11 +24,12 @@ HELD_OUT_KEY = 0x5EED  # the numbers that decide which documents are held out; a
 class Stored(Sequence):
     """Windows of seq_len + 1 tokens of some documents of a pair of files; neighbours share one token.
 
-    The documents are given as runs of neighbouring ones: `first` and `length` [runs], in tokens.
+    The documents are given as runs of neighbouring ones: `first` and `length` [runs], in tokens. With `tail` the last
+    window may be short.
     """
 
-    def __init__(self, index: Index, first: np.ndarray, length: np.ndarray, seq_len: int, vocab: int):
-        self.index, self.seq_len, self.vocab = index, seq_len, vocab
+    def __init__(self, index: Index, first: np.ndarray, length: np.ndarray, seq_len: int, vocab: int, tail: bool):
+        self.index, self.seq_len, self.vocab, self.tail = index, seq_len, vocab, tail
         self.first, self.ends = first, np.cumsum(length)
 
     @property
@@ -36,12 +38,12 @@ class Stored(Sequence):
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def __len__(self) -> int:
-        return max(self.tokens - 1, 0) // self.seq_len
+        return windows(self.tokens, self.seq_len, self.tail)
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Window `index`, int64 [seq_len + 1]; raises BadData when it has an id that the model does not know."""
         position = range(len(self))[index] * self.seq_len
-        left, parts = self.seq_len + 1, []
+        left, parts = min(self.seq_len + 1, self.tokens - position), []
         run = int(np.searchsorted(self.ends, position, side="right"))
         while left:
             take = min(left, int(self.ends[run]) - position)
@@ -50,7 +52,7 @@ class Stored(Sequence):
             self.index.check_ids(part, self.vocab, start)
             parts.append(part)
             position, left, run = position + take, left - take, run + 1
-        return np.concatenate(parts).astype(np.int64)
+        return filled(np.concatenate(parts), self.seq_len)
 
     @cached_property
     def _file(self):
@@ -70,7 +72,7 @@ def split(index: Index, share: float, seq_len: int, vocab: int) -> tuple[Stored,
     if index.documents == 1:
         cut = max(index.tokens - max(int(index.tokens * share), seq_len + 1), 0)
         spans = np.array([[0, cut], [cut, index.tokens]])
-        return tuple(Stored(index, spans[i : i + 1, 0], np.diff(spans[i]), seq_len, vocab) for i in (0, 1))
+        return tuple(Stored(index, spans[i : i + 1, 0], np.diff(spans[i]), seq_len, vocab, bool(i)) for i in (0, 1))
     each = np.diff(index.starts)
     numbers = np.random.Philox(key=HELD_OUT_KEY).random_raw(index.documents)
     held = numbers < np.uint64(int(share * 2**64))
@@ -83,7 +85,7 @@ def split(index: Index, share: float, seq_len: int, vocab: int) -> tuple[Stored,
     borders = np.concatenate([[0], np.flatnonzero(np.diff(held)) + 1, [index.documents]])
     first, length = index.starts[borders[:-1]], np.diff(index.starts[borders])
     side = held[borders[:-1]]
-    return tuple(Stored(index, first[side == s], length[side == s], seq_len, vocab) for s in (False, True))
+    return tuple(Stored(index, first[side == s], length[side == s], seq_len, vocab, s) for s in (False, True))
 
 
 def load(cfg, tokens_of) -> tuple:

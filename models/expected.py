@@ -39,13 +39,13 @@ def key(cfg: Config) -> str:
 
 def measure(cfg: Config, chunks, dp_rank: int, dp_size: int) -> float:
     """Loss of the model as it is on one global batch of fixed random tokens."""
-    from data.batches import Batches, Mock
+    from data.batches import HeldOut, Mock
     from models import loss
 
     fixed = Mock(cfg.model.vocab, cfg.train.seq_len, stream=2)
-    batches = Batches(fixed, cfg.train, dp_rank, dp_size, None)
+    batches = HeldOut(fixed, cfg.train, dp_rank, dp_size, cfg.train.global_batch)
     try:
-        return loss.evaluate(chunks, batches, 1, cfg.train)
+        return loss.evaluate(chunks, batches, cfg.train)
     finally:
         batches.close()
 

@@ -1,6 +1,7 @@
 """Forward and backward pass over a global batch by Megatron's pipeline schedule, and the loss that all agree on."""
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -9,23 +10,31 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from conf.schema import Train
+from data.batches import HeldOut
+from data.padding import PADDING
 from models import context
 from parallel.groups import from_last_stage
 
 
-@functools.cache
 def positions(seq_len: int) -> torch.Tensor:
     """Positions that this rank holds of a sequence, `[1, seq / cp]`."""
+    return _positions(seq_len, context.size(), parallel_state.get_context_parallel_rank())
+
+
+@functools.cache
+def _positions(seq_len: int, cp: int, cp_rank: int) -> torch.Tensor:
     return context.local(torch.arange(seq_len, device="cuda").unsqueeze(0))
 
 
-def _forward(micro_batches, model):
-    """One micro-batch through one chunk; the last chunk's output is the loss of each token, `[batch, seq]`."""
-    tokens = next(micro_batches)
+def _token_losses(tokens, model):
+    """One micro-batch `[batch, seq_len + 1]` through one chunk; the last chunk's output is the loss of each token."""
     inputs, labels = (context.local(part).contiguous() for part in (tokens[:, :-1], tokens[:, 1:]))
     where = positions(tokens.shape[1] - 1)
-    output = model(input_ids=inputs, position_ids=where, attention_mask=None, labels=labels)
-    return output, _mean
+    return model(input_ids=inputs, position_ids=where, attention_mask=None, labels=labels)
+
+
+def _training(micro_batches, model):
+    return _token_losses(next(micro_batches), model), _mean
 
 
 def _mean(token_losses: torch.Tensor):
@@ -33,6 +42,18 @@ def _mean(token_losses: torch.Tensor):
     # A copy: the schedule multiplies the tensor it is given by the context-parallel size and divides it by the number
     # of micro-batches, in place.
     return loss / context.size(), loss.detach().clone()
+
+
+def _validation(micro_batches, model):
+    tokens = next(micro_batches)
+    counted = context.local(tokens[:, 1:] != PADDING)
+    # Padding stands behind the text, where a causal model does not see it; any token will do.
+    return _token_losses(tokens.clamp(min=0), model), functools.partial(_sum, counted=counted)
+
+
+def _sum(token_losses: torch.Tensor, counted: torch.Tensor):
+    total = torch.where(counted, token_losses.double(), 0.0).sum()
+    return total, torch.stack([total, counted.sum()])
 
 
 def run(chunks, micro_batches: list[np.ndarray], train: Train, backward: bool) -> float:
@@ -45,16 +66,7 @@ def run(chunks, micro_batches: list[np.ndarray], train: Train, backward: bool) -
     Returns:
         Mean loss over the tokens of the global batch, in nats; the same on every rank.
     """
-    tensors = [_on_device(batch) for batch in micro_batches]
-    losses = get_forward_backward_func()(
-        forward_step_func=_forward,
-        data_iterator=[iter(tensors) for _ in chunks] if len(chunks) > 1 else iter(tensors),
-        model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(tensors),
-        seq_length=train.seq_len,
-        micro_batch_size=train.micro_batch,
-        forward_only=not backward,
-    )
+    losses = _schedule(chunks, micro_batches, train, _training, forward_only=not backward)
     if not losses:  # not the last pipeline stage
         return from_last_stage(0.0)
     loss = torch.stack(losses).mean()
@@ -65,15 +77,42 @@ def run(chunks, micro_batches: list[np.ndarray], train: Train, backward: bool) -
     return from_last_stage(loss.item())
 
 
+def _schedule(chunks, micro_batches: list[np.ndarray], train: Train, step, forward_only: bool) -> list[torch.Tensor]:
+    """Megatron's schedule over this rank's micro-batches; what the last stage found in each, nothing on the others."""
+    tensors = [_on_device(batch) for batch in micro_batches]
+    return get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[iter(tensors) for _ in chunks] if len(chunks) > 1 else iter(tensors),
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(tensors),
+        seq_length=train.seq_len,
+        micro_batch_size=train.micro_batch,
+        forward_only=forward_only,
+    )
+
+
 def _on_device(batch: np.ndarray) -> torch.Tensor:
     tensor = torch.from_numpy(batch)
     return tensor.pin_memory().to("cuda", non_blocking=True)
 
 
-def evaluate(chunks, batches, steps: int, train: Train) -> float:
-    """Mean loss over the first `steps` global batches of held-out sequences."""
+@torch.no_grad()
+def evaluate(chunks, held_out: HeldOut, train: Train, before: Callable[[int], None] = lambda batch: None) -> float:
+    """Mean loss over every token of the held-out samples, in nats; every rank must call it and gets the same.
+
+    Each token weighs the same wherever it stands, in a batch that is not full too, so the figure does not depend on
+    layout, micro-batch or global batch. `before(i)` is called before batch i.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device="cuda")
     with evaluating(chunks):
-        return sum(run(chunks, batches.step(i), train, backward=False) for i in range(steps)) / steps
+        for i in range(held_out.steps):
+            before(i)
+            for found in _schedule(chunks, held_out.step(i), train, _validation, forward_only=True):
+                total += found
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return from_last_stage((total[0] / total[1]).item())
 
 
 class evaluating:

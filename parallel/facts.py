@@ -71,6 +71,16 @@ def time_note(cfg: Config, flops_per_token: float, peak: dict | None) -> str:
     return f"about {duration(seconds)}, if half of the peak is reached"
 
 
+def validation_note(held_out) -> str:
+    """What the validation loss is taken over."""
+    if held_out.count == len(held_out.samples):
+        return f"all of the held-out data, {held_out.count:,} sequences"
+    return (
+        f"the first {held_out.count:,} of {len(held_out.samples):,} held-out sequences, always the same; "
+        "train.eval_sequences=all takes every token"
+    )
+
+
 def _device_gib() -> float:
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30

@@ -23,7 +23,11 @@ from conf.schema import CommandLine, Config
 CONF = Path(__file__).resolve().parent.parent / "conf"
 # The other groups (experiment) have no values of their own: they set those of these.
 VALUE_GROUPS = tuple(f.name for f in fields(Config))
-WORDS = {"parallel.dp": "a whole number or auto", "precision.loss_scale": "none, dynamic or a number"}
+WORDS = {
+    "parallel.dp": "a whole number or auto",
+    "precision.loss_scale": "none, dynamic or a number",
+    "train.eval_sequences": "a whole number or all",
+}
 # How to get what no option of a group has.
 OTHERWISE = {
     "clip": "; any other threshold is clip.max_norm=NUMBER",

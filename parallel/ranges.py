@@ -29,7 +29,6 @@ RANGES = {
     "train.seed": FROM_ZERO,
     "train.log_every": FROM_ONE,
     "train.eval_every": FROM_ONE,
-    "train.eval_sequences": FROM_ONE,
     "train.timeout_s": ABOVE_ZERO,
     "train.sample_length": FROM_ZERO,
     "model.layers": FROM_ONE,

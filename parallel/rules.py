@@ -50,14 +50,17 @@ def notes(cfg, gpus: int) -> list[str]:
 
 
 def _length(train) -> list[str]:
+    found = []
+    if train.eval_sequences != "all" and whole(train.eval_sequences, 0) == 0:
+        found = [f"train.eval_sequences={train.eval_sequences} is neither all nor 1 or more: take all."]
     if train.steps is None and train.tokens is None:
-        return ["train.steps and train.tokens are both null: set one of them."]
+        found.append("train.steps and train.tokens are both null: set one of them.")
     if train.steps is not None and train.tokens is not None:
-        return [
+        found.append(
             f"train.steps={train.steps} and train.tokens={train.tokens} both say how long to train: "
             "add train.steps=null to go by tokens, or train.tokens=null to go by steps."
-        ]
-    return []
+        )
+    return found
 
 
 def _model(cfg) -> list[str]:

@@ -67,6 +67,8 @@ REFUSED = {
     ),
     "steps and tokens": ("train.tokens=1000", "train.steps=null", "train.tokens=null"),
     "neither steps nor tokens": ("train.steps=null", "set one"),
+    "held-out sequences": ("train.eval_sequences=some", "neither all nor 1 or more", "take all"),
+    "no held-out sequences": ("train.eval_sequences=0", "neither all nor 1 or more"),
     "no steps": ("train.steps=0", "train.steps=0", "1 or more"),
     "learned positions": ("model.position=learned train.seq_len=4096", "seq_len=2048", "max_positions=4096"),
     # model, numbers, data
@@ -111,7 +113,7 @@ def test_refused_with_a_sentence_and_nothing_left_behind(case, train, tmp_path):
 
 
 def test_every_number_has_a_range_and_is_held_to_it():
-    rules_of_their_own = {"parallel.zero", "parallel.dp", "precision.loss_scale"}
+    rules_of_their_own = {"parallel.zero", "parallel.dp", "precision.loss_scale", "train.eval_sequences"}
     hints = {key: overrides.key_type(key) for key in overrides.keys()}
     numbers = {key for key, hint in hints.items() if {int, float} & {hint, *get_args(hint)}}
     assert numbers - {"cluster.peak_tflops"} == ranges.RANGES.keys() | rules_of_their_own

@@ -17,6 +17,7 @@ from data.batches import Batches, load
 from data.corpus import BadData
 from data.indexed import HEADER, open_index
 from data.order import BlendedOrder, Order
+from data.padding import PADDING
 from data.sources import sources
 from parallel import compose, rules
 
@@ -62,7 +63,8 @@ def configure(composed):
 
 def tokens(samples) -> np.ndarray:
     """The stream that windows were cut from, as far as they reach."""
-    return np.concatenate([window[:-1] for window in samples])
+    stream = np.concatenate([window[:-1] for window in samples])
+    return stream[stream != PADDING]
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
@@ -76,6 +78,7 @@ def test_every_document_of_megatrons_builder_is_trained_on_or_held_out_once_and_
     everything = np.concatenate(documents)
     assert train.tolist() == everything[~np.isin(everything, held)][: len(train)].tolist()
     assert val.tolist() == everything[np.isin(everything, held)][: len(val)].tolist()
+    assert len(val) >= corpus.facts["val_tokens"] - 1, "held-out text is counted to its last token"
     assert corpus.facts["tokens"] + corpus.facts["val_tokens"] == len(everything)
     assert corpus.train[0].dtype == np.int64 and corpus.train[0].shape == (17,)
     assert corpus.train[0][-1] == corpus.train[1][0]

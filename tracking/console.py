@@ -5,6 +5,8 @@ import sys
 import time
 from pathlib import Path
 
+from tracking.metrics import perplexity
+
 REFRESH_S = 0.5  # drawing the bar takes about half a millisecond
 
 
@@ -19,7 +21,7 @@ class Console:
         self.peak = f"{peak['tflops']:.3g} TFLOP/s {peak.get('name', peak['source'])}" if peak else ""
         self.terminal = sys.stdout.isatty()
         self.val_loss: float | None = None
-        self._live, self._refreshed = None, 0.0
+        self._live, self._drawn, self._refreshed = None, [], 0.0
 
     def block(self, title: str, rows: list[tuple[str, str]]) -> None:
         """A title and rows of label and text; further lines of a text stand below its first."""
@@ -43,10 +45,19 @@ class Console:
         elif step == 1 or step % self.log_every == 0 or step == self.steps:
             self.print(self._line(step, metrics))
 
+    def evaluating(self, done: int, total: int) -> None:
+        """Shows on a terminal how far an evaluation is, when it takes long enough to wonder."""
+        if self.terminal and time.monotonic() - self._refreshed >= REFRESH_S:
+            from rich.text import Text
+
+            self._show([*self._drawn, Text(f"     evaluating {done / total:4.0%}", style="dim")])
+
     def evaluation(self, step: int, loss: float) -> None:
         """Shows the result of an evaluation."""
         self.val_loss = loss
-        self.print(f"step {step}/{self.steps}  val loss {loss:.4f}")
+        if self._live is not None:
+            self._show(self._drawn)
+        self.print(f"step {step}/{self.steps}  val loss {loss:.4f}  perplexity {perplexity(loss):.4g}")
 
     def close(self) -> None:
         """Takes the bar off, leaving its last state."""
@@ -77,16 +88,10 @@ class Console:
         return parts
 
     def _draw(self, step: int, metrics: dict[str, float]) -> None:
-        from rich.console import Group
-        from rich.live import Live
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
-        if self._live is None:
-            # No refreshing thread: it would compete with the training loop for the interpreter.
-            self._live = Live(auto_refresh=False)
-            self._live.start()
         parts = self._parts(metrics)
         left = f"{duration(metrics['time/eta_s'])} left" if "time/eta_s" in metrics else ""
         bar = Table.grid(padding=(0, 1), expand=True)
@@ -100,7 +105,18 @@ class Console:
         )
         if self.val_loss is not None:
             parts.insert(1, f"val {self.val_loss:.4f}")
-        self._live.update(Group(bar, Text("     " + " · ".join(parts), style="dim")), refresh=True)
+        self._drawn = [bar, Text("     " + " · ".join(parts), style="dim")]
+        self._show(self._drawn)
+
+    def _show(self, lines: list) -> None:
+        from rich.console import Group
+        from rich.live import Live
+
+        if self._live is None:
+            # No refreshing thread: it would compete with the training loop for the interpreter.
+            self._live = Live(auto_refresh=False)
+            self._live.start()
+        self._live.update(Group(*lines), refresh=True)
         self._refreshed = time.monotonic()
 
 

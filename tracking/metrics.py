@@ -12,7 +12,8 @@ from collections.abc import Callable
 METRICS = {
     "tokens": "Tokens trained on so far; the x-axis of every chart.",
     "train/loss": "Mean loss per token over the global batch, before the update, in nats.",
-    "val/loss": "The same on held-out text, always on the same sequences.",
+    "val/loss": "The same on held-out data: the mean over all tokens of the sequences that train.eval_sequences says.",
+    "val/perplexity": "exp(val/loss): among how many equally likely tokens the model is undecided.",
     "train/lr": "Learning rate of the step.",
     "grad/norm": "Global L2 norm of the gradient before clipping, every parameter counted once.",
     "grad/clip_coef": "What the gradient was multiplied with by clipping; 1 when it was short enough.",
@@ -103,6 +104,16 @@ class Meter:
             "perf/data_wait_share": wait_s / seconds,
         }
         return speed if self.peak_tflops is None else speed | {"perf/mfu": tflops / self.peak_tflops}
+
+
+def validation(loss: float) -> dict[str, float]:
+    """Metrics of an evaluation from its loss in nats per token."""
+    return {"val/loss": loss, "val/perplexity": perplexity(loss)}
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite where a float does not hold it."""
+    return math.inf if loss > 700 else math.exp(loss)
 
 
 def finite(value: float | None) -> bool:

@@ -13,6 +13,9 @@ class Silent:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Nothing."""
 
+    def evaluating(self, done: int, total: int) -> None:
+        """Nothing."""
+
     def sample(self, prompt: str, text: str) -> None:
         """Nothing."""
 

@@ -68,7 +68,7 @@ class Tracker:
         return self
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Records the metrics of a step (Meter.step) or of an evaluation ({"val/loss": x}, step 0 before the first)."""
+        """Records the metrics of a step (Meter.step) or evaluation (metrics.validation); step 0 is before the first."""
         metrics = {"tokens": self.summary.last.get("tokens", 0)} | metrics
         self.history.add(step, metrics)
         self.summary.add(step, metrics)
@@ -79,6 +79,10 @@ class Tracker:
             self.console.evaluation(step, metrics["val/loss"])
         self._say_once(self.history.problem, "training goes on, and the metrics are written when there is room again")
         self._say_once(self.wandb.problem, "training goes on, and metrics.jsonl has everything")
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Shows how far an evaluation is, in batches."""
+        self.console.evaluating(done, total)
 
     def sample(self, prompt: str, text: str) -> None:
         """Shows and keeps text that the trained model wrote after `prompt`."""
