@@ -17,15 +17,21 @@ def start(cfg: Config) -> torch.device:
     Raises:
         RuntimeError: if the GPU this rank should take is not there.
     """
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
     device = _device(cfg)
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
         timeout=datetime.timedelta(minutes=30),
         device_id=device if device.type == "cuda" else None,
     )
+    grid(cfg)
+    return device
+
+
+def grid(cfg: Config) -> None:
+    """Cut the world, which has been joined, into Megatron's grid, and seed this rank's generators."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
     p = cfg.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=p.tp,
@@ -35,7 +41,6 @@ def start(cfg: Config) -> torch.device:
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(cfg.train.seed)
-    return device
 
 
 def _device(cfg: Config) -> torch.device:

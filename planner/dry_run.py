@@ -1,0 +1,139 @@
+"""The program's own build, wrap and step functions, run as one rank under fake tensors and a fake process group.
+
+    recorder = dry_run.rank(cfg, rank)
+
+The answer is what `parallel.wrap`, `optim.build`, `models.loss` and `optim.clip` do, not what a formula says of them.
+"""
+
+import contextlib
+
+import numpy as np
+import torch
+from megatron.core.pipeline_parallel import schedules
+
+from models import attention, gpt, loss
+from optim import build, clip
+from parallel import wrap
+from planner import fake_world, kinds
+from planner.recorder import Recorder
+
+
+def rank(cfg, number: int, micro_batches: int) -> Recorder:
+    """Run two steps as rank `number` with `micro_batches` micro-batches each; what the second one did is recorded.
+
+    The first step allocates what the optimizer keeps. Segments of the result are `build`, `zero`, `forward/C/I` and
+    `backward/C/I` (model chunk C, micro-batch I), `between` (pipeline traffic, gradient reduction) and `optimizer`.
+    """
+    with fake_world.rank_of(cfg, number), fake_world.without_values():
+        recorder = Recorder(fake_world.axis_of(), items=_item)
+        with recorder:
+            _steps(cfg, recorder, micro_batches)
+        fake_world.free_caches()
+    return recorder
+
+
+def _item(tensor):
+    """What is read off a tensor decides control flow: no overflow was found, the norm is large enough to clip."""
+    if tensor.dtype is torch.bool:
+        return False
+    return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+def _steps(cfg, recorder: Recorder, micro_batches: int) -> None:
+    on_gpu = cfg.launch.device == "cuda"
+    attention.install(cfg.model.attention, cfg.precision.compute)
+    with _kernels(on_gpu):
+        chunks = wrap.model_chunks(cfg, torch.device("cpu"))
+        optimizer = build.optimizer(cfg, chunks)
+        wrap.connect(chunks, optimizer, cfg)
+        kinds.mark_model(recorder, chunks, optimizer)
+        _no_overflow(optimizer)
+        shape = (cfg.train.micro_batch, cfg.train.seq_len + 1)
+        batches = [np.zeros(shape, np.int64) for _ in range(micro_batches)]
+        for step in range(2):
+            if step:
+                kinds.mark_optimizer(recorder, optimizer)
+                recorder.segments = {}
+            with _segments(recorder, chunks):
+                recorder.enter("zero", "temporary")
+                for chunk in chunks:
+                    chunk.zero_grad_buffer()
+                optimizer.zero_grad()
+                recorder.enter("between", "temporary")
+                loss.run(chunks, batches, cfg.train, backward=True)
+                recorder.enter("optimizer", "optimizer")
+                clip.step(optimizer, cfg.clip)
+            recorder.enter("end", "temporary")
+
+
+@contextlib.contextmanager
+def _segments(recorder: Recorder, chunks):
+    """Name the segments after the micro-batches as Megatron's schedule calls for them."""
+    forward, backward = schedules.forward_step, schedules.backward_step
+    done: dict[str, int] = {}
+
+    def named(kind: str, chunk: int, life: str, call, args, kwargs):
+        at = f"{kind}/{chunk}"
+        done[at] = done.get(at, -1) + 1
+        recorder.enter(f"{at}/{done[at]}", life)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            recorder.enter("between", "pipeline")
+
+    places = {id(chunk): i for i, chunk in enumerate(chunks)}
+    owner: dict[int, int] = {}
+
+    def forward_step(step, iterator, model, *args, **kwargs):
+        chunk = places[id(model)]
+        out = named("forward", chunk, "activations", forward, (step, iterator, model, *args), kwargs)
+        tensor = out[0][0] if isinstance(out[0], list) else out[0]
+        owner[id(tensor)] = chunk
+        return out
+
+    def backward_step(input_tensor, output_tensor, *args, **kwargs):
+        tensor = output_tensor[0] if isinstance(output_tensor, list) else output_tensor
+        return named(
+            "backward", owner.pop(id(tensor), 0), "temporary", backward, (input_tensor, output_tensor, *args), kwargs
+        )
+
+    schedules.forward_step, schedules.backward_step = forward_step, backward_step
+    try:
+        yield
+    finally:
+        schedules.forward_step, schedules.backward_step = forward, backward
+
+
+def _no_overflow(optimizer) -> None:
+    """The loss scaler reads from the gradients whether they overflowed; in a plan they never do."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if getattr(part, "grad_scaler", None) is not None:
+            check = part._unscale_main_grads_and_check_for_nan
+            part._unscale_main_grads_and_check_for_nan = lambda check=check: bool(check()) and False
+
+
+@contextlib.contextmanager
+def _kernels(on_gpu: bool):
+    """Where a GPU is planned for, its kernels: flash attention, and one fused kernel for the update."""
+    if not on_gpu:
+        yield
+        return
+    kernels = dict(attention._KERNELS)
+    attention._KERNELS[attention.Attention.sdpa] = _flash
+    attention._KERNELS[attention.Attention.flash_attn] = _flash
+    try:
+        yield
+    finally:
+        attention._KERNELS.update(kernels)
+
+
+def _flash(query, key, value, dropout: float, scale: float | None):
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    share = q.shape[1] // k.shape[1]
+    if share > 1:
+        k, v = (x.repeat_interleave(share, dim=1) for x in (k, v))
+    out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, True, scale=scale)[0]
+    return out.permute(2, 0, 1, 3)
+
+
+__all__ = ["gpt", "rank"]
