@@ -27,7 +27,7 @@ def rank(cfg, number: int, micro_batches: int) -> Recorder:
     with fake_world.rank_of(cfg, number), fake_world.without_values():
         recorder = Recorder(fake_world.axis_of(), items=_item)
         with recorder:
-            _steps(cfg, recorder, micro_batches)
+            steps(cfg, recorder, micro_batches)
         fake_world.free_caches()
     return recorder
 
@@ -39,7 +39,8 @@ def _item(tensor):
     return 1.0 if tensor.dtype.is_floating_point else 1
 
 
-def _steps(cfg, recorder: Recorder, micro_batches: int) -> None:
+def steps(cfg, recorder: Recorder, micro_batches: int, second=None) -> None:
+    """Build, wrap and run two steps under `recorder`, in whatever world there is; `second()` is called between them."""
     on_gpu = cfg.launch.device == "cuda"
     attention.install(cfg.model.attention, cfg.precision.compute)
     with _kernels(on_gpu):
@@ -54,13 +55,17 @@ def _steps(cfg, recorder: Recorder, micro_batches: int) -> None:
             if step:
                 kinds.mark_optimizer(recorder, optimizer)
                 recorder.segments = {}
+                if second:
+                    second()
             with _segments(recorder, chunks):
                 recorder.enter("zero", "temporary")
                 for chunk in chunks:
                     chunk.zero_grad_buffer()
                 optimizer.zero_grad()
                 recorder.enter("between", "temporary")
-                loss.run(chunks, batches, cfg.train, backward=True)
+                # The first step is there for what the optimizer keeps: the least the schedule accepts is enough.
+                few = cfg.parallel.pp if cfg.parallel.vpp > 1 else 1
+                loss.run(chunks, batches if step else batches[:few], cfg.train, backward=True)
                 recorder.enter("optimizer", "optimizer")
                 clip.step(optimizer, cfg.clip)
             recorder.enter("end", "temporary")

@@ -7,8 +7,6 @@ from planner.recorder import Recorder
 def mark_model(recorder: Recorder, chunks, optimizer) -> None:
     """Name the storages of weights, gradients, master weights and buffers once model and optimizer are built."""
     for chunk in chunks:
-        recorder.relabel([_local(p.data) for p in chunk.parameters()], "parameters")
-        recorder.relabel(list(chunk.module.buffers()), "buffers")
         if isinstance(chunk.buffers, list):  # Megatron's DDP
             recorder.relabel([buffer.grad_data for buffer in chunk.buffers], "gradients")
         else:
@@ -20,6 +18,8 @@ def mark_model(recorder: Recorder, chunks, optimizer) -> None:
                 ):
                     if buffer is not None and buffer.data is not None:
                         recorder.relabel([buffer.data], kind)
+        recorder.relabel([_local(p.data) for p in chunk.parameters()], "parameters")
+        recorder.relabel(list(chunk.module.buffers()), "buffers")
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups:
             recorder.relabel([_local(p.data) for p in group["params"]], "master weights")

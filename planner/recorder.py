@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-aten = torch.ops.aten
+_PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 # Of what is alive. The first five are model state; activations are what a forward pass leaves for its backward pass.
 STATE = ("parameters", "gradients", "master weights", "moments", "buffers")
 KINDS = (*STATE, "activations", "pipeline", "temporary", "optimizer", "other")
@@ -22,7 +22,7 @@ _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "ber
 # No kernel runs, or one whose time nobody notices.
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "detach_", "alias", "view",
-    "_unsafe_view", "_reshape_alias", "resize_", "set_", "is_pinned", "_local_scalar_dense", "lift_fresh", "_to_copy_",
+    "_unsafe_view", "_reshape_alias", "resize_", "set_", "is_pinned", "_local_scalar_dense", "_to_copy_",
     "scalar_tensor", "rand_like",
 }  # fmt: skip
 
@@ -164,12 +164,12 @@ class Recorder(TorchDispatchMode):
     # -- operations ----------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(not issubclass(kind, (FakeTensor, torch.nn.Parameter)) for kind in types):
+        if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a DTensor: what it does with its local tensors comes by here again
         cls = self._classes.get(func)
         if cls is None:
             cls = self._classes[func] = _class(func)
-        if self.items is not None and not types and any(True for _ in _tensors(args)):
+        if self.items is not None and FakeTensor not in types and cls != "lift" and any(True for _ in _tensors(args)):
             # Real tensors among fake ones, such as a device mesh, have values, and they decide control flow.
             with _disable_current_modes():
                 return func(*args, **(kwargs or {}))
@@ -187,7 +187,7 @@ class Recorder(TorchDispatchMode):
                 self._track(storage)
         if cls == "message":
             self._message(func, args)
-        elif cls != "free":
+        elif cls not in ("free", "lift"):
             op = _op(func, cls, args, kwargs, result)
             if op is not None:
                 self.segment.ops[op] += 1
@@ -244,6 +244,8 @@ def _class(func) -> str:
         return "message"
     if namespace == "prim":
         return "view"
+    if name == "lift_fresh":
+        return "lift"
     if name == "_local_scalar_dense":
         return "item"
     if name in _FREE:

@@ -1,0 +1,149 @@
+"""What one rank does in a step of any length and depth, from dry runs of a few layers and micro-batches.
+
+Layers repeat and so do micro-batches, so what a step allocates, computes and sends is a straight line in both. Two dry
+runs of different depth give the line of every program point; the peak is the largest of them at the depth asked for.
+A model that is shallow anyway is run as it is.
+"""
+
+from collections import Counter
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+from planner import dry_run, fake_world
+from planner.recorder import KINDS, Message, Op, Segment
+
+# Layers of a chunk in the two dry runs, and up to how many it is run whole.
+SHORT, LONG = 2, 3
+
+
+@dataclass
+class Part:
+    """One segment of a step at full depth: counts may be fractions of a call where sizes grow with the depth."""
+
+    ops: dict[Op, float] = field(default_factory=dict)
+    # Calls and bytes by axis and collective.
+    sent: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    peak: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of products and attention."""
+        return sum(op.flops * count for op, count in self.ops.items())
+
+    @property
+    def calls(self) -> float:
+        """Kernels."""
+        return sum(self.ops.values())
+
+
+@dataclass
+class Profile:
+    """One rank's step: its parts by name, and the micro-batches that were run for it."""
+
+    rank: int
+    stage: int
+    parts: dict[str, Part]
+    micro_batches: int
+    # Bytes of model state by kind.
+    state: dict[str, int]
+
+    @property
+    def peak(self) -> tuple[str, Part]:
+        """The part of the step with most bytes alive."""
+        return max(self.parts.items(), key=lambda item: item[1].peak)
+
+    def typical(self, kind: str, chunk: int) -> Part:
+        """The forward or backward pass of a chunk for a micro-batch that is neither the first nor the last."""
+        numbers = [int(name.rsplit("/", 1)[1]) for name in self.parts if name.startswith(f"{kind}/{chunk}/")]
+        return self.parts[f"{kind}/{chunk}/{1 if len(numbers) > 2 else 0}"]
+
+
+def enough_micro_batches(cfg, stage: int) -> int:
+    """Micro-batches after which a step of the schedule has shown everything it does, of those that a rank has."""
+    p, has = cfg.parallel, micro_batches(cfg)
+    if p.vpp > 1:
+        return min(has, 2 * p.pp)
+    return min(has, p.pp - stage + 2)
+
+
+def micro_batches(cfg) -> int:
+    """Micro-batches of one rank in a step."""
+    return cfg.train.global_batch // (cfg.train.micro_batch * cfg.parallel.dp)
+
+
+def of(cfg, stage: int) -> Profile:
+    """Profile the first rank of pipeline stage `stage`."""
+    p = cfg.parallel
+    number, count = fake_world.coordinates(cfg, stage), enough_micro_batches(cfg, stage)
+    deep = cfg.model.layers // (p.pp * p.vpp)
+    if deep <= LONG:
+        segments = dry_run.rank(cfg, number, count).segments
+        parts = {name: _whole(segment) for name, segment in segments.items()}
+        state = _state(segments)
+    else:
+        short, long = (dry_run.rank(_with_layers(cfg, n), number, count).segments for n in (SHORT, LONG))
+        parts = {name: _line(name, short[name], long[name], deep) for name in long}
+        low, high = _state(short), _state(long)
+        state = {kind: round(_at(low[kind], high[kind], deep)) for kind in high}
+    parts.pop("end", None)
+    return Profile(number, stage, parts, count, state)
+
+
+def _with_layers(cfg, per_chunk: int):
+    short = deepcopy(cfg)
+    short.model.layers = per_chunk * cfg.parallel.pp * cfg.parallel.vpp
+    return short
+
+
+def _at(short: float, long: float, deep: int) -> float:
+    return long + (deep - LONG) / (LONG - SHORT) * (long - short)
+
+
+def _state(segments: dict[str, Segment]) -> dict[str, int]:
+    kinds = segments["zero"].trace[0][2]
+    return {kind: size for kind, size in zip(KINDS, kinds, strict=True) if kind not in ("temporary",) and size}
+
+
+def _sent(segment: Segment) -> dict[tuple[str, str], tuple[int, int]]:
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for message, count in segment.messages.items():
+        calls, size = found.get((message.axis, message.name), (0, 0))
+        found[message.axis, message.name] = calls + count, size + count * message.bytes
+    return found
+
+
+def _whole(segment: Segment) -> Part:
+    return Part(dict(segment.ops), _sent(segment), segment.peak, segment.kinds)
+
+
+def _line(name: str, short: Segment, long: Segment, deep: int) -> Part:
+    ops = {op: _at(short.ops[op], long.ops[op], deep) for op in short.ops.keys() | long.ops.keys()}
+    low, high = _sent(short), _sent(long)
+    zero = (0, 0)
+    sent = {
+        key: tuple(_at(a, b, deep) for a, b in zip(low.get(key, zero), high.get(key, zero), strict=True))
+        for key in low.keys() | high.keys()
+    }
+    peak, kinds = _peak(short, long, deep)
+    if not name.startswith(("forward", "backward")):
+        # What is done parameter by parameter has no common program points, and its largest parameter at any depth.
+        peak = max(peak, round(_at(short.peak, long.peak, deep)))
+    return Part({op: count for op, count in ops.items() if count}, sent, peak, kinds)
+
+
+def _peak(short: Segment, long: Segment, deep: int) -> tuple[int, dict[str, int]]:
+    """The largest of the lines through the points that both depths share, counted from the start and from the end."""
+    points = []
+    for a, b in ((short.trace, long.trace), (short.trace[::-1], long.trace[::-1])):
+        for one, other in zip(a, b, strict=False):
+            if one[0] != other[0]:
+                break
+            points.append((_at(one[1], other[1], deep), one[2], other[2]))
+    if not points:
+        return round(_at(short.peak, long.peak, deep)), {k: v for k, v in long.kinds.items() if v}
+    most, low, high = max(points, key=lambda point: point[0])
+    return round(most), {kind: round(_at(a, b, deep)) for kind, a, b in zip(KINDS, low, high, strict=True) if a or b}
+
+
+__all__ = ["Counter", "Message", "Part", "Profile", "of"]
