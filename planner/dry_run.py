@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from megatron.core.pipeline_parallel import schedules
 
-from models import attention, gpt, loss
+from models import attention, loss
 from optim import build, clip
 from parallel import wrap
-from planner import fake_world, kinds
+from planner import fake_world, gpu_kernels, kinds
 from planner.recorder import Recorder
 
 
@@ -43,11 +43,12 @@ def steps(cfg, recorder: Recorder, micro_batches: int, second=None) -> None:
     """Build, wrap and run two steps under `recorder`, in whatever world there is; `second()` is called between them."""
     on_gpu = cfg.launch.device == "cuda"
     attention.install(cfg.model.attention, cfg.precision.compute)
-    with _kernels(on_gpu):
+    with gpu_kernels.used(on_gpu):
         chunks = wrap.model_chunks(cfg, torch.device("cpu"))
         optimizer = build.optimizer(cfg, chunks)
         wrap.connect(chunks, optimizer, cfg)
         kinds.mark_model(recorder, chunks, optimizer)
+        gpu_kernels.fuse(optimizer, on_gpu)
         _no_overflow(optimizer)
         shape = (cfg.train.micro_batch, cfg.train.seq_len + 1)
         batches = [np.zeros(shape, np.int64) for _ in range(micro_batches)]
@@ -115,30 +116,3 @@ def _no_overflow(optimizer) -> None:
         if getattr(part, "grad_scaler", None) is not None:
             check = part._unscale_main_grads_and_check_for_nan
             part._unscale_main_grads_and_check_for_nan = lambda check=check: bool(check()) and False
-
-
-@contextlib.contextmanager
-def _kernels(on_gpu: bool):
-    """Where a GPU is planned for, its kernels: flash attention, and one fused kernel for the update."""
-    if not on_gpu:
-        yield
-        return
-    kernels = dict(attention._KERNELS)
-    attention._KERNELS[attention.Attention.sdpa] = _flash
-    attention._KERNELS[attention.Attention.flash_attn] = _flash
-    try:
-        yield
-    finally:
-        attention._KERNELS.update(kernels)
-
-
-def _flash(query, key, value, dropout: float, scale: float | None):
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    share = q.shape[1] // k.shape[1]
-    if share > 1:
-        k, v = (x.repeat_interleave(share, dim=1) for x in (k, v))
-    out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, True, scale=scale)[0]
-    return out.permute(2, 0, 1, 3)
-
-
-__all__ = ["gpt", "rank"]
