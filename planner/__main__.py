@@ -60,7 +60,9 @@ def main(argv: list[str]) -> int:
             found = plan.of(cfg, price=flags.price, name=" ".join(point) if flags.multirun else "")
         except KeyError as unknown:
             device = unknown.args[0]
-            return tell([f"nothing is known of the device {device}: planner/device.py lists those that are."], REFUSED_HEADLINE)
+            return tell(
+                [f"nothing is known of the device {device}: planner/device.py lists those that are."], REFUSED_HEADLINE
+            )
         plans.append(found)
         if not flags.json:
             print(report.text(found), end="\n\n")
@@ -74,8 +76,10 @@ def main(argv: list[str]) -> int:
         chrome.write(flags.trace, plans[0])
         print(f"{flags.trace} holds the simulated step: open it in ui.perfetto.dev.", file=sys.stderr)
     if not flags.json and len(plans) == 1:
-        print(f"next: python {'train.py' if plans[0].fits else '-m planner'} {' '.join(words)}"
-              + ("" if plans[0].fits else " parallel.recompute=full"))
+        print(
+            f"next: python {'train.py' if plans[0].fits else '-m planner'} {' '.join(words)}"
+            + ("" if plans[0].fits else " parallel.recompute=full")
+        )
     return 0 if all(one.fits for one in plans) else 1
 
 

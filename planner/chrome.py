@@ -23,7 +23,10 @@ def write(path: Path, plan: Plan) -> None:
     ]
     end = max(event.end for event in plan.step.events)
     stages = 1 + max(event.stage for event in plan.step.events)
-    for name, seconds in (("gradients and weights among dp", plan.step.exposed.get("dp", 0.0)), ("optimizer", plan.step.optimizer)):
+    for name, seconds in (
+        ("gradients and weights among dp", plan.step.exposed.get("dp", 0.0)),
+        ("optimizer", plan.step.optimizer),
+    ):
         for stage in range(stages):
             events.append(
                 {"name": name, "cat": name, "ph": "X", "ts": end * 1e6, "dur": seconds * 1e6, "pid": 0, "tid": stage}

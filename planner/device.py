@@ -1,4 +1,4 @@
-"""What a device and its links really reach, as shares of the figures in conf/cluster: few constants, each with a source.
+"""What a device and its links really reach, as shares of the figures in conf/cluster: few constants with their sources.
 
 The sheet figures (peak, bandwidths) stand in `conf/cluster/*.yaml`; here stands what of them a kernel or a collective
 gets. Constants marked `fitted` were adjusted on published training rows and are judged by leaving each source out
@@ -38,7 +38,7 @@ class Device:
     network_hop_s: float = 10e-6
     # A product's inner dimension costs as if it were this much longer: filling and draining a tile's pipeline (fitted).
     inner_extra: int = 128
-    # Share of element-wise traffic that is left where kernels are fused; 1 for this program (fitted for other software).
+    # Share of element-wise traffic left where kernels are fused; 1 for this program (fitted for other software).
     unfused: float = 1.0
     # Share of the smaller of communication and computation that overlap cannot hide: they share memory and processors.
     overlap_loss: float = 0.1

@@ -25,8 +25,9 @@ def text(cfg, plan: Plan) -> str:
     rows.append("optimizer:")
     rows += _kernels(found.parts["optimizer"], cfg, device)
     rows.append(
-        f"A step: {plan.micro_batches} micro-batches through the simulated pipeline, then gradients, weights, optimizer: "
-        f"{plan.step.total:.4g} s; tokens/s a device = {plan.tokens_per_step:,} / {plan.step.total:.4g} / {plan.devices}"
+        f"A step: {plan.micro_batches} micro-batches through the simulated pipeline, then gradients, weights and "
+        f"optimizer, {plan.step.total:.4g} s; tokens/s a device = {plan.tokens_per_step:,} / {plan.step.total:.4g} / "
+        f"{plan.devices}"
     )
     return "\n".join(rows)
 

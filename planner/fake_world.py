@@ -8,13 +8,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import GroupMember
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from parallel import checkpoint_map, cpu_as_cuda, groups
 from parallel.resolve import world_size
-
-AXES = ("tp", "cp", "dp", "pp")
 
 
 @contextlib.contextmanager
@@ -65,7 +63,9 @@ def axes() -> dict[frozenset, str]:
 def axis_of() -> callable:
     """A function from a process group to its axis, None for a group of one; made in this world."""
     table = axes()
-    return lambda group: table.get(frozenset(dist.get_process_group_ranks(group)), "other" if group.size() > 1 else None)
+    return lambda group: table.get(
+        frozenset(dist.get_process_group_ranks(group)), "other" if group.size() > 1 else None
+    )
 
 
 @contextlib.contextmanager
@@ -109,9 +109,13 @@ def _numbers(data):
 
 
 def _converted(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """What PyTorch does not do to fake parameters: these are built in their format, only buffers change theirs."""
-    assert all(p.dtype is dtype for p in module.parameters()), "a parameter is not built in its own format"
+    """What PyTorch cannot do to fake parameters: put them into another format, with what is noted on them."""
     for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter.dtype is not dtype:
+                new = torch.nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                new.__dict__.update(parameter.__dict__)
+                setattr(part, name, new)
         for name, buffer in part.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 setattr(part, name, buffer.to(dtype))
@@ -129,6 +133,3 @@ def free_caches() -> None:
     from models import loss
 
     loss.positions.cache_clear()
-
-
-__all__ = ["axes", "axis_of", "coordinates", "free_caches", "rank_of", "torch", "without_values"]

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from functools import cache
 
 from planner.device import Device
-from planner.recorder import Op
+from planner.operations import Op
 
 # Formats of tensors, and the name of the peak in conf/cluster that their products reach.
 PEAKS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -43,7 +43,7 @@ def attention_s(op: Op, peak: float, bandwidth: float, device: Device) -> float:
 
 
 def seconds(op: Op, cluster, device: Device, compute: str) -> float:
-    """Seconds of one call on a device of `cluster`; `compute` is the format of matrix products (conf.schema.Compute)."""
+    """Seconds of one call on a device of `cluster`; `compute` is the format of products (conf.schema.Compute)."""
     bandwidth = cluster.memory_tb_s * 1e12
     if not op.flops:
         return op.bytes * device.unfused / (bandwidth * device.memory) + device.launch_s * device.unfused

@@ -4,6 +4,7 @@ import torch
 
 from planner.recorder import Recorder
 
+
 def mark_model(recorder: Recorder, chunks, optimizer) -> None:
     """Name the storages of weights, gradients, master weights and buffers once model and optimizer are built."""
     for chunk in chunks:

@@ -98,16 +98,30 @@ def of(cfg, device: devices.Device | None = None, price: float | None = None, na
         device: its constants; those of `cfg.cluster` where None.
         price: of one device for one hour.
     """
-    p, m = cfg.parallel, profile.micro_batches(cfg)
-    device = device or devices.of(cfg.cluster)
-    roles = sorted({0, min(1, p.pp - 1), p.pp - 1})
-    found = {stage: profile.of(cfg, stage) for stage in roles}
-    every = [found[stage if stage in found else 1] for stage in range(p.pp)]
+    return combine(cfg, profiles(cfg), device or devices.of(cfg.cluster), price, name)
+
+
+def profiles(cfg, ends: bool = False) -> list[profile.Profile]:
+    """One profile for each pipeline stage: dry runs of the first, the second and the last; the rest are as the second.
+
+    `ends` leaves the second out, which is as the first but for the input embedding.
+    """
+    pp = cfg.parallel.pp
+    inner = 0 if ends else min(1, pp - 1)
+    found = {stage: profile.of(cfg, stage) for stage in {0, inner, pp - 1}}
+    return [found[stage] if stage in found else found[inner] for stage in range(pp)]
+
+
+def combine(
+    cfg, every: list[profile.Profile], device: devices.Device, price: float | None = None, name: str = ""
+) -> Plan:
+    """The plan that follows from the profiles of all stages."""
+    m = profile.micro_batches(cfg)
     has = int((cfg.cluster.memory_gb or host.memory()[0] / 1e9 / world_size(cfg)) * 1e9)
     stages = []
-    for stage in roles:
-        alike = [s for s in range(p.pp) if every[s] is found[stage]]
-        stages.append(_stage(alike, found[stage], device))
+    for first, one in enumerate(every):
+        if not any(one is other for other in every[:first]):
+            stages.append(_stage([s for s, other in enumerate(every) if other is one], one, device))
     planned = Plan(
         name=name or f"{cfg.model.name} {cfg.parallel.name}",
         layout=layout(cfg),
@@ -116,7 +130,7 @@ def of(cfg, device: devices.Device | None = None, price: float | None = None, na
         fits=all(stage.needed <= has for stage in stages),
         stages=stages,
         micro_batches=m,
-        bytes_per_step=_sent(cfg, found[0], m),
+        bytes_per_step=_sent(cfg, every[0], m),
         tokens_per_step=cfg.train.global_batch * cfg.train.seq_len,
         tokens=cfg.train.steps * cfg.train.global_batch * cfg.train.seq_len,
         flops_per_token={r.value: flops.per_token(cfg.model, cfg.train.seq_len, r) for r in FlopRule},

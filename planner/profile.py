@@ -5,12 +5,12 @@ runs of different depth give the line of every program point; the peak is the la
 A model that is shallow anyway is run as it is.
 """
 
-from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, field
 
 from planner import dry_run, fake_world
-from planner.recorder import KINDS, Message, Op, Segment
+from planner.operations import Op
+from planner.recorder import KINDS, Segment
 
 # Layers of a chunk in the two dry runs, and up to how many it is run whole.
 SHORT, LONG = 2, 3
@@ -144,6 +144,3 @@ def _peak(short: Segment, long: Segment, deep: int) -> tuple[int, dict[str, int]
         return round(_at(short.peak, long.peak, deep)), {k: v for k, v in long.kinds.items() if v}
     most, low, high = max(points, key=lambda point: point[0])
     return round(most), {kind: round(_at(a, b, deep)) for kind, a, b in zip(KINDS, low, high, strict=True) if a or b}
-
-
-__all__ = ["Counter", "Message", "Part", "Profile", "of"]

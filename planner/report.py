@@ -27,7 +27,9 @@ def memory(plan: Plan) -> list[str]:
     """Does it fit, by how much, and what takes most."""
     fullest = max(plan.stages, key=lambda stage: stage.needed)
     most = max(fullest.kinds, key=fullest.kinds.get)
-    verdict = f"Fits, {plan.margin / GIB:.1f} GiB to spare" if plan.fits else f"DOES NOT FIT by {-plan.margin / GIB:.1f} GiB"
+    verdict = (
+        f"Fits, {plan.margin / GIB:.1f} GiB to spare" if plan.fits else f"DOES NOT FIT by {-plan.margin / GIB:.1f} GiB"
+    )
     share = fullest.kinds[most] / fullest.peak
     rows = [f"{verdict} of {plan.has / GIB:.1f} GiB; most is {most} ({share:.0%} of the peak)."]
     if not plan.fits:
@@ -53,7 +55,9 @@ def speed(plan: Plan) -> list[str]:
         for rule in sorted(plan.flops_per_token, key=lambda rule: rule != plan.flop_rule)
     )
     hours = plan.hours
-    cost = f", {hours * plan.devices * plan.price:,.0f} at {plan.price:g} a device-hour" if plan.price is not None else ""
+    cost = (
+        f", {hours * plan.devices * plan.price:,.0f} at {plan.price:g} a device-hour" if plan.price is not None else ""
+    )
     return [
         f"A step takes {total:.3g} s ({plan.micro_batches} micro-batches): {listed}{hidden}.",
         f"  {plan.tokens_per_s_per_device:,.0f} tokens/s a device; {rules}; dense peak {plan.peak_flops / 1e12:,.0f}.",

@@ -132,7 +132,9 @@ def _reduce(cfg, timer: Timer, profile: Profile, step: StepTime, backward: float
     if p.zero <= 1:
         parts = [part for name, part in profile.parts.items() if name != "optimizer"]
         gather = [part for name, part in profile.parts.items() if name.startswith("forward")]
-        reduce_s = sum(timer.messages(part, "dp") for part in parts) - sum(timer.messages(part, "dp") for part in gather)
+        reduce_s = sum(timer.messages(part, "dp") for part in parts) - sum(
+            timer.messages(part, "dp") for part in gather
+        )
         gather_s = sum(timer.messages(part, "dp") for part in gather) + timer.messages(profile.parts["optimizer"], "dp")
         left = timer.exposed(reduce_s, backward, p.overlap) + timer.exposed(gather_s, forward, p.overlap)
         step.exposed["dp"] = step.exposed.get("dp", 0.0) + left
