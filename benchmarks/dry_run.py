@@ -210,9 +210,10 @@ def line(name: str, real: dict, dry: dict) -> str:
     state = "exact" if real["state"] == dry["state"] else f"DIFFERS {real['state']} {dry['state']}"
     sent = "exact" if real["sent"] == dry["sent"] else f"DIFFERS {real['sent']} {dry['sent']}"
     off = {name: dry["peak"] / real[name] - 1 for name in ("peak", "allocator_peak")}
+    far = " MORE THAN 3 %" if abs(off["peak"]) > 0.03 else ""
     return (
         f"{name:24} peak {real['peak'] / 2**20:8.2f} MiB, planned {off['peak']:+.2%} ({off['allocator_peak']:+.2%} of "
-        f"the allocator's); state {state}; bytes sent {sent}"
+        f"the allocator's){far}; state {state}; bytes sent {sent}"
     )
 
 
@@ -223,7 +224,7 @@ def main(words: list[str]) -> None:
     for peak in ("peak", "allocator_peak"):
         off = sorted(abs(r["dry"]["peak"] / r["real"][peak] - 1) for r in results.values())
         print(f"{len(results)} ranks: {peak} off by {off[len(off) // 2]:.2%} in the median, {off[-1]:.2%} at most")
-    if len(names) == len(CASES):
+    if len(names) == len(CASES) and "write=false" not in words:
         RESULT.write_text(json.dumps(results, indent=1) + "\n")
 
 

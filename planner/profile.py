@@ -5,15 +5,19 @@ runs of different depth give the line of every program point; the peak is the la
 A model that is shallow anyway is run as it is.
 """
 
+import math
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from models import flops
 from planner import dry_run, fake_world
 from planner.operations import Op
 from planner.recorder import KINDS, Segment
 
-# Layers of a chunk in the two dry runs, and up to how many it is run whole.
-SHORT, LONG = 2, 3
+# Layers of a chunk in the shorter of the two dry runs; the longer one has one more.
+SHORT = 2
+# Megatron-FSDP lets this many elements of gradients wait to be reduced, and only then does one layer go like another.
+QUEUE = 1_000_000_000
 
 
 @dataclass
@@ -62,9 +66,7 @@ class Profile:
 def enough_micro_batches(cfg, stage: int) -> int:
     """Micro-batches after which a step of the schedule has shown everything it does, of those that a rank has."""
     p, has = cfg.parallel, micro_batches(cfg)
-    if p.vpp > 1:
-        return min(has, 2 * p.pp)
-    return min(has, p.pp - stage + 2)
+    return min(has, 2 * p.pp if p.vpp > 1 else p.pp - stage + 1)
 
 
 def micro_batches(cfg) -> int:
@@ -77,17 +79,23 @@ def of(cfg, stage: int) -> Profile:
     p = cfg.parallel
     number, count = fake_world.coordinates(cfg, stage), enough_micro_batches(cfg, stage)
     deep = cfg.model.layers // (p.pp * p.vpp)
-    if deep <= LONG:
+    short = shallow(cfg)
+    if deep <= short + 1:
         segments = dry_run.rank(cfg, number, count).segments
         parts = {name: _whole(segment) for name, segment in segments.items()}
-        state = _state(segments)
+        kept = state(segments)
     else:
-        short, long = (dry_run.rank(_with_layers(cfg, n), number, count).segments for n in (SHORT, LONG))
-        parts = {name: _line(name, short[name], long[name], deep) for name in long}
-        low, high = _state(short), _state(long)
-        state = {kind: round(_at(low[kind], high[kind], deep)) for kind in high}
+        less, more = (dry_run.rank(_with_layers(cfg, n), number, count).segments for n in (short, short + 1))
+        beyond = deep - short - 1
+        parts = {name: _line(name, less[name], more[name], beyond) for name in more}
+        low, high = state(less), state(more)
+        kept = {kind: round(_at(low[kind], high[kind], beyond)) for kind in high}
     parts.pop("end", None)
-    return Profile(number, stage, parts, count, state)
+    # The token ids of a step's micro-batches are on the device from its beginning.
+    tokens = (micro_batches(cfg) - count) * cfg.train.micro_batch * (cfg.train.seq_len + 1) * 8
+    for part in parts.values():
+        part.peak += tokens
+    return Profile(number, stage, parts, count, kept)
 
 
 def _with_layers(cfg, per_chunk: int):
@@ -96,11 +104,20 @@ def _with_layers(cfg, per_chunk: int):
     return short
 
 
-def _at(short: float, long: float, deep: int) -> float:
-    return long + (deep - LONG) / (LONG - SHORT) * (long - short)
+def shallow(cfg) -> int:
+    """Layers of a chunk from which on each further one changes a step in the same way."""
+    if cfg.parallel.zero < 3:
+        return SHORT
+    layer = flops.parameters(replace(cfg.model, layers=1)) - flops.parameters(replace(cfg.model, layers=0))
+    return 2 * SHORT + math.ceil(QUEUE / (layer / cfg.parallel.tp))
 
 
-def _state(segments: dict[str, Segment]) -> dict[str, int]:
+def _at(short: float, long: float, beyond: int) -> float:
+    return long + beyond * (long - short)
+
+
+def state(segments: dict[str, Segment]) -> dict[str, int]:
+    """Bytes by kind when a step begins."""
     kinds = segments["zero"].trace[0][2]
     return {kind: size for kind, size in zip(KINDS, kinds, strict=True) if kind not in ("temporary",) and size}
 
@@ -117,30 +134,30 @@ def _whole(segment: Segment) -> Part:
     return Part(dict(segment.ops), _sent(segment), segment.peak, segment.kinds)
 
 
-def _line(name: str, short: Segment, long: Segment, deep: int) -> Part:
-    ops = {op: _at(short.ops[op], long.ops[op], deep) for op in short.ops.keys() | long.ops.keys()}
+def _line(name: str, short: Segment, long: Segment, beyond: int) -> Part:
+    ops = {op: _at(short.ops[op], long.ops[op], beyond) for op in short.ops.keys() | long.ops.keys()}
     low, high = _sent(short), _sent(long)
     zero = (0, 0)
     sent = {
-        key: tuple(_at(a, b, deep) for a, b in zip(low.get(key, zero), high.get(key, zero), strict=True))
+        key: tuple(_at(a, b, beyond) for a, b in zip(low.get(key, zero), high.get(key, zero), strict=True))
         for key in low.keys() | high.keys()
     }
-    peak, kinds = _peak(short, long, deep)
+    peak, kinds = _peak(short, long, beyond)
     if not name.startswith(("forward", "backward")):
         # What is done parameter by parameter has no common program points, and its largest parameter at any depth.
-        peak = max(peak, round(_at(short.peak, long.peak, deep)))
+        peak = max(peak, round(_at(short.peak, long.peak, beyond)))
     return Part({op: count for op, count in ops.items() if count}, sent, peak, kinds)
 
 
-def _peak(short: Segment, long: Segment, deep: int) -> tuple[int, dict[str, int]]:
+def _peak(short: Segment, long: Segment, beyond: int) -> tuple[int, dict[str, int]]:
     """The largest of the lines through the points that both depths share, counted from the start and from the end."""
     points = []
     for a, b in ((short.trace, long.trace), (short.trace[::-1], long.trace[::-1])):
         for one, other in zip(a, b, strict=False):
             if one[0] != other[0]:
                 break
-            points.append((_at(one[1], other[1], deep), one[2], other[2]))
+            points.append((_at(one[1], other[1], beyond), one[2], other[2]))
     if not points:
-        return round(_at(short.peak, long.peak, deep)), {k: v for k, v in long.kinds.items() if v}
+        return round(_at(short.peak, long.peak, beyond)), {k: v for k, v in long.kinds.items() if v}
     most, low, high = max(points, key=lambda point: point[0])
-    return round(most), {kind: round(_at(a, b, deep)) for kind, a, b in zip(KINDS, low, high, strict=True) if a or b}
+    return round(most), {kind: round(_at(a, b, beyond)) for kind, a, b in zip(KINDS, low, high, strict=True) if a or b}
