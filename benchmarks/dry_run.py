@@ -118,7 +118,6 @@ def real_rank(rank: int, world: int, folder: str, names: list[str]) -> None:
         with allocator, recorder:
             dry_run.steps(cfg, recorder, micro_batches(cfg), second=allocator.mark)
         Path(folder, f"{name}.{rank}").write_text(json.dumps(facts(recorder, allocator.peak())))
-        fake_world.free_caches()
         dist.barrier()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -28,7 +28,6 @@ def rank(cfg, number: int, micro_batches: int) -> Recorder:
         recorder = Recorder(fake_world.axis_of(), items=_item)
         with recorder:
             steps(cfg, recorder, micro_batches)
-        fake_world.free_caches()
     return recorder
 
 

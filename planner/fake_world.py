@@ -71,7 +71,7 @@ def axis_of() -> callable:
 @contextlib.contextmanager
 def without_values() -> Iterator[FakeTensorMode]:
     """Tensors have shapes and storages but no values; what only concerns values is left out."""
-    from models import init
+    from models import init, loss
     from parallel.zero import StageFSDP
 
     def with_values(self, groups, index=StageFSDP._init_dist_index):
@@ -79,6 +79,8 @@ def without_values() -> Iterator[FakeTensorMode]:
             return index(self, groups)
 
     replaced = [
+        # It keeps a tensor for the life of the process.
+        (loss, "_positions", loss._positions.__wrapped__),
         (init, "initialize", lambda chunk, model, seed: None),
         # It finds parameters by their addresses, which they do not have.
         (checkpoint_map, "attach_places", lambda chunk: None),
@@ -126,10 +128,3 @@ def coordinates(cfg, pp: int) -> int:
     """The first rank of pipeline stage `pp`: Megatron numbers ranks tp fastest, then cp, dp and pp."""
     p = cfg.parallel
     return pp * p.tp * p.cp * p.dp
-
-
-def free_caches() -> None:
-    """Forget what is kept for the life of a process but belongs to one world."""
-    from models import loss
-
-    loss.positions.cache_clear()
