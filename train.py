@@ -54,7 +54,7 @@ def rank(run_dir: Path) -> None:
     from models import attention, expected, flops, loss
     from models.sample import sample
     from optim import build, clip
-    from parallel import facts, groups, wrap
+    from parallel import checkpoint_weights, facts, groups, wrap
     from parallel.checkpoint import Checkpoints
     from precision import peak, setup
     from tracking.metrics import Meter, validation
@@ -95,6 +95,7 @@ def rank(run_dir: Path) -> None:
             "attention": attention_note,
             "validation": facts.validation_note(held_out),
             **setup.notes(cfg),
+            **checkpoint_weights.notes(cfg),
             **checkpoints.notes,
         },
     }

@@ -198,6 +198,8 @@ class Model:
     position: Position = MISSING
     # Base of the rotary angles; used with position=rope.
     rope_base: float = MISSING
+    # Rotary angles of long wavelengths are divided by this, as in Llama 3.1 (by 8) and 3.2 (by 32); 1 for none.
+    rope_factor: float = 1.0
     # Positions a learned encoding has; used with position=learned, at least train.seq_len.
     max_positions: int = MISSING
     # Biases in linear layers.
@@ -210,6 +212,8 @@ class Model:
     dropout: float = MISSING
     # Standard deviation of initial weights; layers that write to the residual stream get it divided by sqrt(2·layers).
     init_std: float = MISSING
+    # Begin with the weights of a checkpoint instead of random ones: its path, or that of a run (its newest).
+    weights: str | None = None
     # Maximal update parametrisation: initial weights, learning rates and logits scale with hidden / mup_base_hidden, so
     # that the best learning rate of the base width stays the best one at every width.
     mup: bool = False

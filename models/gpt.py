@@ -127,5 +127,7 @@ def build(cfg: Config, pre_process: bool = True, post_process: bool = True, vp_s
         share_embeddings_and_output_weights=cfg.model.tie_embeddings,
         position_embedding_type="rope" if cfg.model.position is Position.rope else "learned_absolute",
         rotary_base=cfg.model.rope_base,
+        rope_scaling=cfg.model.rope_factor != 1,
+        rope_scaling_factor=cfg.model.rope_factor,
         vp_stage=vp_stage,
     )

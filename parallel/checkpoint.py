@@ -13,6 +13,7 @@ from parallel import checkpoint_files as files
 from parallel import checkpoint_io as io
 from parallel import checkpoint_rules, frozen, rank_process
 from parallel import checkpoint_state as state
+from parallel.checkpoint_agree import of_first_rank, verify
 from parallel.checkpoint_files import BadCheckpoint
 
 LAYOUT = ("tp", "pp", "vpp", "cp", "dp", "sequence_parallel", "zero")
@@ -34,7 +35,7 @@ class Checkpoints:
         Raises BadCheckpoint on all ranks alike, with a sentence that names the file.
         """
         wanted = self.cfg.checkpoint.resume
-        found = _of_first_rank(lambda: files.find(wanted, self.run_dir) if wanted else None)
+        found = of_first_rank(lambda: files.find(wanted, self.run_dir) if wanted else None)
         if found is None:
             if wanted:
                 self.notes = {"resumed": "no: checkpoint.resume=auto found no checkpoint in this run's folder"}
@@ -42,7 +43,7 @@ class Checkpoints:
         about = files.read_about(found)
         if unfit := checkpoint_rules.unfit(found, about, self.cfg):
             raise BadCheckpoint(" ".join(unfit))
-        self._verify(found, about)
+        verify(found, about)
         tensors = state.tensors(self.chunks, self.optimizer, self.cfg)
         same_layout = about["layout"] == self._layout()
         generators = state.generators()
@@ -120,14 +121,6 @@ class Checkpoints:
     def _layout(self) -> dict:
         return {name: getattr(self.cfg.parallel, name) for name in LAYOUT}
 
-    def _verify(self, found: Path, about: dict) -> None:
-        wrong = [None] * dist.get_world_size()
-        dist.all_gather_object(wrong, files.damage(found, about, dist.get_rank(), dist.get_world_size()))
-        wrong = next((sentence for sentence in wrong if sentence), None)
-        if wrong:
-            better = _of_first_rank(lambda: files.advice(found))
-            raise BadCheckpoint(f"{wrong} Nothing was loaded; {better}.")
-
     def _told(self, found: Path, about: dict, same_layout: bool) -> str:
         words = [f"step {about['step']:,} of {os.path.relpath(found)}"]
         if not same_layout:
@@ -147,20 +140,6 @@ def _by_rank(generators: dict[str, torch.Tensor]) -> dict[str, state.Pieces]:
         f"generators/{rank}/{name}": state.Pieces(tuple(held.shape), [state.Piece((0,), held, True)])
         for name, held in generators.items()
     }
-
-
-def _of_first_rank(ask):
-    """What rank 0 finds on the disk, on every rank; they may see a shared disk differently for a moment."""
-    held = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            held[0] = ask()
-        except BadCheckpoint as problem:
-            held[1] = str(problem)
-    dist.broadcast_object_list(held)
-    if held[1]:
-        raise BadCheckpoint(held[1])
-    return held[0]
 
 
 def _together(do, path: Path) -> list:

@@ -62,14 +62,20 @@ def find(resume: str, run_dir: Path) -> Path | None:
 
     None for `auto` when the run's own folder holds none. Raises BadCheckpoint when there is no checkpoint at a path.
     """
-    if resume == "auto":
-        return latest(run_dir / FOLDER)
-    path = Path(resume)
+    return latest(run_dir / FOLDER) if resume == "auto" else at(resume, "checkpoint.resume")
+
+
+def at(path: str | Path, key: str) -> Path:
+    """The checkpoint at a path: that itself, or the newest of a run or of its `checkpoints`.
+
+    `key` is what the path was given as. Raises BadCheckpoint when there is none.
+    """
+    path = Path(path)
     if not path.exists():
-        raise BadCheckpoint(f"checkpoint.resume={resume} does not exist.")
+        raise BadCheckpoint(f"{key}={path} does not exist.")
     found = path if (path / ABOUT).exists() else latest(path) or latest(path / FOLDER)
     if found is None:
-        raise BadCheckpoint(f"checkpoint.resume={resume} is no checkpoint: {ABOUT} is missing, and it holds no others.")
+        raise BadCheckpoint(f"{key}={path} is no checkpoint: {ABOUT} is missing, and it holds no others.")
     return found
 
 
@@ -145,18 +151,15 @@ def begin(folder: Path, step: int) -> Path:
 
 def commit(unfinished: Path, about: dict, keep: int) -> Path:
     """Make a filled folder a checkpoint, point to it, and remove all but the newest `keep`."""
-    about = {"format": FORMAT} | about
-    write_synced(unfinished / ABOUT, json.dumps(about | {"sha256": _digest(about)}, indent=1).encode())
-    _sync_folder(unfinished)
     folder, final = unfinished.parent, unfinished.parent / unfinished.name.removeprefix(UNFINISHED)
+    describe(unfinished, about)
     if final.exists():  # an earlier try of this run got as far
         os.rename(final, folder / f"{REPLACED}{final.name}")
-    os.rename(unfinished, final)
-    _sync_folder(folder)
+    publish(unfinished, final)
     pointer = folder / f"{UNFINISHED}{POINTER}.txt"
     write_synced(pointer, f"{final.name}\n".encode())
     os.replace(pointer, folder / POINTER)
-    _sync_folder(folder)
+    sync_folder(folder)
     older = [other for other in complete(folder) if other.name < final.name]
     for old in [*folder.glob(f"{REPLACED}*"), *older[: 1 - keep or None]]:
         # Not a checkpoint any more before its first file goes.
@@ -164,6 +167,19 @@ def commit(unfinished: Path, about: dict, keep: int) -> Path:
         os.rename(old, gone)
         shutil.rmtree(gone)
     return final
+
+
+def describe(unfinished: Path, about: dict) -> None:
+    """Write `checkpoint.json`, which makes a folder a checkpoint."""
+    about = {"format": FORMAT} | about
+    write_synced(unfinished / ABOUT, json.dumps(about | {"sha256": _digest(about)}, indent=1).encode())
+
+
+def publish(unfinished: Path, final: Path) -> None:
+    """Give a filled folder its name, which must be free: complete on the disk, or not there."""
+    sync_folder(unfinished)
+    os.rename(unfinished, final)
+    sync_folder(final.parent)
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -174,7 +190,8 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk, too."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

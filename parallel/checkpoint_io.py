@@ -6,7 +6,10 @@ tensors themselves are read by torch.load with weights_only, which builds tensor
 """
 
 import json
+import os
 import pickle
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,9 +27,26 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from parallel.checkpoint_files import BadCheckpoint, write_synced
-from parallel.checkpoint_state import Piece, Pieces
 
 INDEX = "index.json"
+MASTER = "weights"  # in front of a weight's own name; its moments have theirs
+
+
+@dataclass
+class Piece:
+    """A box of a global tensor and the memory on this rank that holds it."""
+
+    offset: tuple[int, ...]
+    data: torch.Tensor
+    writes: bool
+
+
+@dataclass
+class Pieces:
+    """All that this rank has of one global tensor."""
+
+    shape: tuple[int, ...]
+    pieces: list[Piece]
 
 
 class Sharded(torch.Tensor):
@@ -106,6 +126,42 @@ class Reader(dcp.FileSystemReader):
             properties = TensorProperties(dtype=getattr(torch, tensor["dtype"]))
             tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
         return Metadata(tensors, storage_data=at, storage_meta=StorageMeta())
+
+
+class Stream:
+    """Writes a checkpoint's tensors box by box, without a process group and without holding any: the same files.
+
+    A file of DCP is one box after the other, each as torch.save writes it. Within `file` boxes go to one file.
+    """
+
+    def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]]):
+        self.folder, self._files, self._file = folder, 0, None
+        self._tensors = {name: {"shape": list(shape), "dtype": None, "boxes": []} for name, shape in shapes.items()}
+
+    @contextmanager
+    def file(self):
+        """The next file; on the disk when this is left."""
+        path = self.folder / f"__0_{self._files}.distcp"
+        self._files += 1
+        with path.open("wb") as self._file:
+            yield
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def write(self, name: str, offset: tuple[int, ...], data: torch.Tensor) -> None:
+        """Write one box of a tensor. Raises ValueError when the tensor's other boxes are in another format."""
+        tensor, dtype = self._tensors[name], str(data.dtype).removeprefix("torch.")
+        if tensor["dtype"] not in (None, dtype):
+            raise ValueError(f"{name} is {tensor['dtype']} and {dtype}")
+        tensor["dtype"] = dtype
+        start = self._file.tell()
+        torch.save(data.clone(), self._file)  # a view would be saved with all it is a view of
+        place = [Path(self._file.name).name, start, self._file.tell() - start]
+        tensor["boxes"].append([list(offset), list(data.shape), *place])
+
+    def finish(self) -> None:
+        """Write the index."""
+        write_synced(self.folder / INDEX, json.dumps(self._tensors).encode())
 
 
 def read_index(checkpoint: Path) -> dict:

@@ -1,10 +1,11 @@
 """Whether a checkpoint fits a configuration, told in sentences, before any process starts where that is possible."""
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from conf.schema import Model
 from parallel import checkpoint_files as files
 
 
@@ -24,6 +25,8 @@ def unfit(checkpoint: Path, about: dict, cfg) -> list[str]:
     """Where a checkpoint and a configuration contradict each other. The layout and the precision may be any."""
     found = []
     here = {"model": plain(cfg.model)} | {"train": plain(cfg.train)} | {"optimizer": plain(cfg.optimizer)}
+    if "optimizer" not in about:
+        return [f"{checkpoint} holds weights alone, with which a run begins and cannot go on: take model.weights."]
     for group, names in (("model", about["model"]), ("train", about["batch"]), ("optimizer", about["optimizer"])):
         for name, value in names.items():
             if here[group].get(name, value) != value:
@@ -39,6 +42,44 @@ def unfit(checkpoint: Path, about: dict, cfg) -> list[str]:
     return found
 
 
+def weights_problems(cfg) -> list[str]:
+    """What keeps a run from beginning with the weights of `model.weights`: no checkpoint, or another shape."""
+    if cfg.model.weights is None:
+        return []
+    try:
+        written = shape_of(cfg.model.weights)
+    except files.BadCheckpoint as problem:
+        return [str(problem)]
+    here = plain(cfg.model)
+    differing = [f"model.{name}={value}" for name, value in written.items() if here.get(name, value) != value]
+    if not differing:
+        return []
+    return [
+        f"model.weights={cfg.model.weights} was written with {', '.join(differing)}, which this model is not: "
+        "take model=from_checkpoint."
+    ]
+
+
+def shape_of(weights: str) -> dict:
+    """The keys of the model group that a checkpoint, or the newest of a run, was written with; raises BadCheckpoint."""
+    return files.read_about(files.at(weights, "model.weights"))["model"]
+
+
+def take_shape(model) -> None:
+    """Fill what `model=from_checkpoint` leaves open from the checkpoint that `model.weights` names.
+
+    `model` is the group of a DictConfig. Raises BadCheckpoint.
+    """
+    if not any(OmegaConf.is_missing(model, name) for name in model):
+        return
+    if model.weights is None:
+        raise files.BadCheckpoint("model=from_checkpoint takes the shape of a checkpoint: add model.weights=PATH.")
+    defaults = {field.name: field.default for field in fields(Model)}
+    for name, value in shape_of(model.weights).items():
+        if name in model and (OmegaConf.is_missing(model, name) or model[name] == defaults[name]):
+            model[name] = value
+
+
 def plain(group) -> dict:
     """A group's values as JSON has them."""
     values = OmegaConf.to_container(group, enum_to_str=True) if isinstance(group, DictConfig) else asdict(group)
@@ -50,7 +91,7 @@ def plain(group) -> dict:
 FIXED = {
     "model": (
         "layers hidden ffn_hidden heads kv_heads vocab vocab_multiple norm norm_eps activation position rope_base "
-        "max_positions bias tie_embeddings"
+        "rope_factor max_positions bias tie_embeddings"
     ).split(),
     "batch": ["global_batch", "seq_len", "seed"],
     "optimizer": ["name"],

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from conf.schema import OptimizerName
+from parallel.checkpoint_io import MASTER, Piece, Pieces
 from parallel.checkpoint_map import Box, Place, boxes
 
 MOMENTS = {
@@ -20,7 +21,6 @@ MOMENTS = {
     OptimizerName.adam: ("exp_avg", "exp_avg_sq"),
     OptimizerName.adamw: ("exp_avg", "exp_avg_sq"),
 }
-MASTER = "weights"
 
 
 @dataclass
@@ -33,23 +33,6 @@ class Owned:
     # The master weights of the range, as the optimizer holds them, and the torch optimizer that does.
     master: torch.Tensor
     rule: torch.optim.Optimizer
-
-
-@dataclass
-class Piece:
-    """A box of a global tensor and the memory on this rank that holds it."""
-
-    offset: tuple[int, ...]
-    data: torch.Tensor
-    writes: bool
-
-
-@dataclass
-class Pieces:
-    """All that this rank has of one global tensor."""
-
-    shape: tuple[int, ...]
-    pieces: list[Piece]
 
 
 def optimizers(optimizer) -> list:

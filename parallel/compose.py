@@ -20,7 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from conf.schema import CommandLine, Config
-from parallel import memory, overrides, resume, rules, slurm, sweep
+from parallel import checkpoint_rules, memory, overrides, resume, rules, slurm, sweep
+from parallel.checkpoint_files import BadCheckpoint
 from parallel.frozen import FILE, Frozen, freeze, load
 from parallel.refused import Refused
 from parallel.resolve import model_ranks
@@ -93,8 +94,11 @@ def _typed(cfg: DictConfig) -> DictConfig:
     try:
         # Overrides that add keys, and files that do, pass Hydra's own check.
         cfg = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(of_a_point(cfg), resolve=True))
+        checkpoint_rules.take_shape(cfg.model)
     except OmegaConfBaseException as error:
         raise Refused([_sentence(error)]) from None
+    except BadCheckpoint as problem:
+        raise Refused([str(problem)]) from None
     missing = sorted(OmegaConf.missing_keys(cfg))
     _refuse([f"{key} has no value: choose an option of its group or set it." for key in missing])
     return cfg

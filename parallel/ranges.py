@@ -40,6 +40,7 @@ RANGES = {
     "model.vocab_multiple": FROM_ONE,
     "model.norm_eps": ABOVE_ZERO,
     "model.rope_base": ABOVE_ZERO,
+    "model.rope_factor": FROM_ONE,
     "model.max_positions": FROM_ONE,
     "model.dropout": SHARE,
     "model.init_std": ABOVE_ZERO,

@@ -29,7 +29,7 @@ def problems(cfg, gpus: int, world: int | None = None) -> list[str]:
     found = ranges.problems(cfg) + _length(cfg.train) + _model(cfg) + layouts.shape_problems(resolved)
     found += layouts.batch_problems(resolved) + layouts.device_problems(resolved, gpus, world)
     found += _precision(cfg.precision) + _attention(resolved) + _data(cfg) + _tracking(cfg.tracking)
-    return found + checkpoint_rules.problems(cfg)
+    return found + checkpoint_rules.problems(cfg) + checkpoint_rules.weights_problems(cfg)
 
 
 def notes(cfg, gpus: int) -> list[str]:

@@ -8,25 +8,33 @@ from megatron.core.transformer.module import Float16Module
 
 from conf.schema import Config, Format
 from models import gpt, init
-from parallel import checkpoint_map
+from parallel import checkpoint_map, checkpoint_weights
 
 SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 
 
 def model_chunks(cfg: Config, device: torch.device) -> list[torch.nn.Module]:
-    """The wrapped chunks of this rank: one, or one for each virtual pipeline stage."""
+    """The chunks of this rank, wrapped for data parallelism: one, or one for each virtual pipeline stage."""
+    return [wrap(cfg, chunk, device, is_first=i == 0) for i, chunk in enumerate(bare_chunks(cfg))]
+
+
+def bare_chunks(cfg: Config) -> list[torch.nn.Module]:
+    """The chunks of this rank with their first weights, not wrapped yet. Every rank must call it."""
     chunks = []
     for stage in range(cfg.parallel.vpp):
         stage = stage if cfg.parallel.vpp > 1 else None
         where = dict(ignore_virtual=False, vp_stage=stage)
         first, last = parallel_state.is_pipeline_first_stage(**where), parallel_state.is_pipeline_last_stage(**where)
         chunk = gpt.build(cfg, pre_process=first, post_process=last, vp_stage=stage)
-        init.initialize(chunk, cfg.model, cfg.train.seed)
+        if cfg.model.weights is None:
+            init.initialize(chunk, cfg.model, cfg.train.seed)
         checkpoint_map.attach_places(chunk)
         if cfg.precision.params is not Format.fp32:
             chunk = Float16Module(chunk.config, chunk)
         chunks.append(chunk)
-    return [wrap(cfg, chunk, device, is_first=i == 0) for i, chunk in enumerate(chunks)]
+    if cfg.model.weights is not None:
+        checkpoint_weights.load(cfg.model.weights, chunks)
+    return chunks
 
 
 def wrap(cfg: Config, chunk: torch.nn.Module, device: torch.device, is_first: bool) -> torch.nn.Module:
