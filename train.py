@@ -52,7 +52,7 @@ def rank(run_dir: Path) -> None:
     from data.batches import Batches, HeldOut
     from data.batches import load as load_corpus
     from models import attention, expected, flops, loss
-    from models.sample import sample
+    from models.sample import first_words, sample
     from optim import build, clip
     from parallel import checkpoint_weights, facts, groups, wrap
     from parallel.checkpoint import Checkpoints
@@ -152,7 +152,7 @@ def rank(run_dir: Path) -> None:
 
         if cfg.train.sample_length:
             heartbeat.beat("sample")
-            prompt = cfg.train.sample_prompt
+            prompt = cfg.data.sample_prompt or first_words(corpus)
             text = sample(chunks, corpus.tokenizer, prompt, cfg.train.sample_length, cfg.train.seq_len, cfg.train.seed)
             tracker.sample(prompt, text)
     batches.close()

@@ -162,8 +162,6 @@ class Train:
     timeout_s: float | None = None
     # Tokens of sample text generated at the end; 0 for none.
     sample_length: int = MISSING
-    # What the sample text continues.
-    sample_prompt: str = MISSING
     # FLOP rule behind perf/tflops_per_device and perf/mfu.
     flop_rule: FlopRule = MISSING
 
@@ -338,6 +336,8 @@ class Data:
     tokenizer: str | None = MISSING
     # Share of the documents (of the text, when it is one document) held out for validation.
     val_share: float = MISSING
+    # What the sample text at the end of a run continues; null for the first words of the held-out text.
+    sample_prompt: str | None = None
 
 
 @dataclass

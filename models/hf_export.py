@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from models import hf_config, hf_files, hf_names
-from models.hf_files import BadWeights
-from models.hf_import import FOLDER
+from models.hf_files import FOLDER, BadWeights
 from parallel import checkpoint_files as files
 from parallel import checkpoint_io as io
 from parallel import frozen
@@ -109,7 +108,9 @@ def _write(checkpoint: Path, shape, formats, plan, into: Path, source: dict | No
     done = 0
     for file, names in plan.items():
         held = {}
-        for some in batched(names, _AT_ONCE):
+        # By itself, as it may be the embedding once more.
+        output = [name for name in names if name == hf_names.LM_HEAD]
+        for some in filter(None, [output, *batched([name for name in names if name not in output], _AT_ONCE)]):
             reads: dict[str, Pieces] = {}
             for name in some:
                 dtype = getattr(torch, formats[tensors[name].rows[0].key])

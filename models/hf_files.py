@@ -12,6 +12,7 @@ from pathlib import Path
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG = "config.json"
+FOLDER = "huggingface"  # of an imported checkpoint, for what lay beside the weights
 _LONGEST_HEADER = 100_000_000  # the format's own limit
 
 

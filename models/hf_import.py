@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import torch
 
 from models import hf_config, hf_files, hf_names
-from models.hf_files import BadWeights, some
+from models.hf_files import FOLDER, BadWeights, some
 from parallel import checkpoint_files as files
 from parallel.checkpoint_io import MASTER, Stream
 
 PRECISIONS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 # What lies beside the weights and is kept, so that `models.generate` finds the tokenizer and an export is complete.
-FOLDER = "huggingface"
 BESIDE = (
     "config.json generation_config.json tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json "
     "added_tokens.json vocab.json merges.txt chat_template.jinja"

@@ -41,4 +41,3 @@ def notes(cfg) -> dict[str, str]:
     found = files.at(cfg.model.weights, "model.weights")
     step = files.read_about(found)["step"]
     return {"weights": f"{f'after step {step:,}' if step else 'imported'}, of {os.path.relpath(found)}"}
-

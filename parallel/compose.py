@@ -62,12 +62,14 @@ def quote_choices(argv: list[str]) -> list[str]:
     return quoted
 
 
-def check(cfg: DictConfig | Config, world: int | None = None, gpus: int | None = None) -> DictConfig | Config:
+def check(
+    cfg: DictConfig | Config, world: int | None = None, gpus: int | None = None, trains: bool = True
+) -> DictConfig | Config:
     """The resolved configuration, or Refused with every problem it has.
 
     A `Config` has the right keys and types already. `world` is the number of ranks where they exist already (torchrun,
     SLURM); `gpus` are those that the ranks will have where they are not those of this machine or of this SLURM
-    allocation.
+    allocation. Without `trains` the model is only to compute, which needs less memory.
     """
     if not isinstance(cfg, Config):
         cfg = _typed(cfg)
@@ -85,7 +87,7 @@ def check(cfg: DictConfig | Config, world: int | None = None, gpus: int | None =
     if on_slurm:
         _refuse(slurm.problems(resolved))
     elif here:
-        _refuse(memory.problems(resolved))
+        _refuse(memory.problems(resolved, trains))
     resolved.launch.parallel_points = 1  # how the sweep was run is no difference between its points
     return resolved
 

@@ -20,16 +20,22 @@ def state_gib(cfg, parameters: float) -> float:
     return parameters * (weights + gradients + state) / 2**30
 
 
-def problems(cfg) -> list[str]:
-    """Whether the state of all ranks fits this machine, where they share its memory; `cfg` is legal otherwise."""
+def problems(cfg, trains: bool = True) -> list[str]:
+    """Whether the state of all ranks fits this machine, where they share its memory; `cfg` is legal otherwise.
+
+    Without `trains` the state is the weights alone.
+    """
     if cfg.launch.device != "cpu":
         return []
     p, has = cfg.parallel, memory()[0] / 2**30
     need = p.dp * p.cp * p.tp * p.pp * state_gib(cfg, flops.parameters(cfg.model) / (p.tp * p.pp))
+    if not trains:
+        need = flops.parameters(cfg.model) * BYTES[cfg.precision.params] / 2**30
     if need <= has:
         return []
+    what = "weights, gradients and optimizer state of all ranks" if trains else "its weights"
     return [
-        f"model={cfg.model.name} needs {need:,.0f} GiB for weights, gradients and optimizer state of all ranks, and "
+        f"model={cfg.model.name} needs {need:,.0f} GiB for {what}, and "
         f"this machine has {has:.0f} GiB: take a smaller model (model=tiny, model=small) or a machine with GPUs."
     ]
 

@@ -28,7 +28,7 @@ def problems(cfg, gpus: int, world: int | None = None) -> list[str]:
     resolved = resolve(cfg, gpus, world)
     found = ranges.problems(cfg) + _length(cfg.train) + _model(cfg) + layouts.shape_problems(resolved)
     found += layouts.batch_problems(resolved) + layouts.device_problems(resolved, gpus, world)
-    found += _precision(cfg.precision) + _attention(resolved) + _data(cfg) + _tracking(cfg.tracking)
+    found += _precision(cfg.precision) + _attention(resolved) + data_rules.problems(cfg) + _tracking(cfg.tracking)
     return found + checkpoint_rules.problems(cfg) + checkpoint_rules.weights_problems(cfg)
 
 
@@ -133,13 +133,6 @@ def _attention(cfg) -> list[str]:
     if cfg.precision.compute not in ("bf16", "fp16"):
         reasons.append(f"bf16 or fp16 instead of precision.compute={cfg.precision.compute}")
     return [f"model.attention=flash_attn needs {', and '.join(reasons)}: take model.attention=sdpa."] if reasons else []
-
-
-def _data(cfg) -> list[str]:
-    found = data_rules.problems(cfg)
-    if cfg.train.sample_length > 0 and not cfg.train.sample_prompt:
-        found.append("train.sample_prompt is empty and a sample continues it: set it, or train.sample_length=0.")
-    return found
 
 
 def _tracking(tracking) -> list[str]:

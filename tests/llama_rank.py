@@ -11,7 +11,8 @@ from parallel import rank_process
 from parallel.frozen import load
 from parallel.heartbeat import Heartbeat
 
-PROMPT = [1, 17, 256, 3, 299, 42, 5]
+# Long enough for scaled rotary angles to tell.
+PROMPT = torch.randint(300, [300], generator=torch.Generator().manual_seed(1)).tolist()
 COUNT = 24
 
 

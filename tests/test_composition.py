@@ -153,7 +153,7 @@ def test_ranks_read_back_what_was_frozen(tmp_path):
 
 
 def test_the_frozen_overrides_repeat_the_point(tmp_path):
-    first = freeze(tmp_path / "a", "clip=0.01", "parallel=pp2", "train.sample_prompt='import os'")
+    first = freeze(tmp_path / "a", "clip=0.01", "parallel=pp2", "data.sample_prompt='import os'")
     again = freeze(tmp_path / "b", *first.overrides)
     assert (first.cfg, first.config_hash) == (again.cfg, again.config_hash)
 

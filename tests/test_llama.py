@@ -1,68 +1,18 @@
 """Hugging Face Llamas come in and go out, and compute the same here as in Transformers, under every split."""
 
-import json
 import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from llama_rank import COUNT, PROMPT, outcome
-from omegaconf import OmegaConf
+from made_llama import MODELS, made
 
 from models import weights
-from parallel import checkpoint_files, checkpoint_io, compose, launch
+from parallel import compose, launch
 
 REPO = Path(__file__).resolve().parent.parent
-SMALL = dict(
-    vocab_size=300,
-    hidden_size=64,
-    intermediate_size=176,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=8,
-    max_position_embeddings=512,
-    initializer_range=0.3,
-)
-LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
-# Llama 2's way, and Llama 3.2's: shared keys, tied embeddings, scaled angles; and biases, which some of its kin have.
-MODELS = {
-    "llama2": dict(rms_norm_eps=1e-5),
-    "llama3": dict(
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        rms_norm_eps=1e-2,
-        rope_parameters=dict(rope_type="llama3", rope_theta=50.0, factor=32.0, **LLAMA3)
-        | dict(original_max_position_embeddings=8192),
-    ),
-    "biased": dict(num_key_value_heads=4, attention_bias=True, mlp_bias=True),
-}
-
-
-def made(folder: Path, shard: str = "100KB", dtype=torch.float32, **shape):
-    """A random Llama as Transformers writes it, and its model."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**(SMALL | shape))).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # which begin as ones and zeros
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
-    return model
-
-
-def run(*words, refused: str | None = None) -> str:
-    """`models.weights` as typed; what it said, where it was to refuse."""
-    done = subprocess.run(
-        [sys.executable, "-m", "models.weights", *map(str, words)], cwd=REPO, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == (2 if refused else 0), done.stdout + done.stderr
-    assert "Traceback" not in done.stderr and (refused or "") in done.stderr, done.stderr
-    return done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +25,8 @@ def models(tmp_path_factory):
         tokens = torch.tensor([PROMPT])
         with torch.no_grad():
             logits = model(tokens).logits[0]
-        text = model.generate(tokens, max_new_tokens=COUNT, do_sample=False, eos_token_id=None, pad_token_id=0)
+        likeliest = dict(max_new_tokens=COUNT, do_sample=False, eos_token_id=None)
+        text = model.generate(tokens, attention_mask=torch.ones_like(tokens), **likeliest)
         found[name] = (root / name, root / f"{name}_imported", logits, text[0, len(PROMPT) :].tolist())
     return found
 
@@ -111,8 +62,19 @@ def test_llama_weights_from_hugging_face_convert_and_give_the_same_logits(name, 
     assert logits.std() > 1, "logits so small that everything is near"
 
 
+def test_scaled_rotary_angles_make_a_difference_here(models):
+    """Or the comparison of logits would not see that they were ignored."""
+    from transformers import LlamaForCausalLM
+
+    folder, _, logits, _ = models["llama3"]
+    unscaled = {"rope_type": "default", "rope_theta": 10000.0}
+    with torch.no_grad():
+        other = LlamaForCausalLM.from_pretrained(folder, rope_parameters=unscaled)(torch.tensor([PROMPT])).logits[0]
+    assert (other - logits).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_the_likeliest_text_is_that_of_transformers_with_and_without_cache_under_every_split(name, models, whole, split):
+def test_the_likeliest_text_is_that_of_transformers_with_and_without_cache(name, models, whole, split):
     _, imported, _, text = models[name]
     assert len(set(text)) > 5, "a text that says little"
     for layout, found in {"single": whole, **split}.items():

@@ -10,6 +10,11 @@ from tracking.metrics import perplexity
 REFRESH_S = 0.5  # drawing the bar takes about half a millisecond
 
 
+def harmless(text: str) -> str:
+    """Text that a terminal shows and does not obey: a model of bytes may write control characters."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
 class Console:
     """On a terminal a progress bar, elsewhere one plain line every `log_every` steps.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from parallel import rank_process
 from tracking import report, result
-from tracking.console import Console, duration, short
+from tracking.console import Console, duration, harmless, short
 from tracking.history import History
 from tracking.mode import TrackingError
 from tracking.wandb_run import WandbRun, sweep_of
@@ -89,9 +89,7 @@ class Tracker:
         self.extra["sample"] = {"prompt": prompt, "text": text}
         self.console.close()
         self.console.block("The model writes:", [])
-        # A model of bytes may write control characters, which a terminal would obey.
-        shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in prompt + text)
-        self.console.print("\n".join("  | " + line for line in shown.splitlines()))
+        self.console.print("\n".join("  | " + line for line in harmless(prompt + text).splitlines()))
 
     def verdict(self, sentence: str) -> None:
         """Shows and keeps what the expected loss says about this run."""
