@@ -106,11 +106,11 @@ def _rope(config: dict) -> tuple[float, float, list[str]]:
 
 def from_model(model: dict) -> dict:
     """A `config.json` for a model group's values; raises Unsupported for a model that Llama has no words for."""
-    llama = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope"}
+    llama = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "mup": False}
     wrong = [
         f"model.{name}={model[name]} has no counterpart in a Llama: only models with model.{name}={value} are exported."
         for name, value in llama.items()
-        if model[name] != value
+        if model.get(name, value) != value
     ]
     if wrong:
         raise Unsupported(wrong)

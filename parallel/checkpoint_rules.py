@@ -91,7 +91,7 @@ def plain(group) -> dict:
 FIXED = {
     "model": (
         "layers hidden ffn_hidden heads kv_heads vocab vocab_multiple norm norm_eps activation position rope_base "
-        "rope_factor max_positions bias tie_embeddings"
+        "rope_factor max_positions bias tie_embeddings mup mup_base_hidden"
     ).split(),
     "batch": ["global_batch", "seq_len", "seed"],
     "optimizer": ["name"],
