@@ -46,6 +46,12 @@ PROBLEMS = {
         "there is no way to run Megatron-core without a GPU",
         "test_train.py::test_the_first_run_says_that_this_machine_computes_correctly",
     ),
+    19: (
+        "Llama 2 weights from Hugging Face do not convert",
+        "test_llama.py::test_llama_weights_from_hugging_face_convert_and_give_the_same_logits",
+        "test_weights.py::test_export_after_import_gives_the_same_files_byte_by_byte",
+        "test_weights.py::test_frequencies_that_early_llama_2_files_carry_are_left_out_when_they_are_the_known_ones",
+    ),
     21: (
         "Ctrl-C or a kill leaves ranks that hold devices",
         "test_sweep_runs.py::test_no_rank_outlives_a_sweep_that_is_stopped_and_the_same_command_finishes_it",
