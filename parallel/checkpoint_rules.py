@@ -76,7 +76,7 @@ def take_shape(model) -> None:
         raise files.BadCheckpoint("model=from_checkpoint takes the shape of a checkpoint: add model.weights=PATH.")
     defaults = {field.name: field.default for field in fields(Model)}
     for name, value in shape_of(model.weights).items():
-        if name in model and (OmegaConf.is_missing(model, name) or model[name] == defaults[name]):
+        if name in defaults and (OmegaConf.is_missing(model, name) or model[name] == defaults[name]):
             model[name] = value
 
 

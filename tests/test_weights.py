@@ -5,6 +5,8 @@ import os
 import pickle
 import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from models import hf_config, weights
 from models.hf_config import Unsupported
 from parallel import checkpoint_files, checkpoint_io, compose
+
+REPO = Path(__file__).resolve().parent.parent
 
 
 def take(source: Path, to: Path) -> int:
@@ -247,3 +251,32 @@ def test_a_damaged_checkpoint_is_not_exported(llama, tmp_path, capsys):
     assert give(imported, tmp_path / "back") == 2
     assert f"{shard} is damaged" in capsys.readouterr().err and not (tmp_path / "back").exists()
     assert checkpoint_files.read_about(imported)["step"] == 0
+
+
+PEAK = """
+import resource, sys
+from models import weights
+assert weights.main(sys.argv[1:]) == 0
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
+
+
+@pytest.mark.slow
+def test_memory_holds_one_file_at_most(llama, tmp_path):
+    """Of a model of 8 files of up to 40 MB, against a model of next to nothing."""
+    large = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=24, vocab_size=4096)
+    made(tmp_path / "large", shard="40MB", **large)
+    size = sum(file.stat().st_size for file in (tmp_path / "large").glob("*.safetensors"))
+    assert size > 250e6
+
+    def peak(*words) -> float:
+        """In MiB."""
+        command = [sys.executable, "-c", PEAK, *map(str, words)]
+        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
+        return float(done.stdout.splitlines()[-1])
+
+    taken = peak("import", "--from", tmp_path / "large", "--to", tmp_path / "a")
+    given = peak("export", "--from", tmp_path / "a", "--to", tmp_path / "b")
+    least = peak("import", "--from", llama, "--to", tmp_path / "c")
+    least_given = peak("export", "--from", tmp_path / "c", "--to", tmp_path / "d")
+    assert taken - least < 100 and given - least_given < 100, (taken, least, given, least_given)
