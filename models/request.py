@@ -91,14 +91,16 @@ def configuration(request: Request, words: list[str]):
         f"train.seq_len={request.window}",
         "train.sample_length=0",
     ]
-    cfg, choices, overrides, _ = compose.compose([*own, *words])
+    # These two gain something in training alone.
+    without = ["parallel.vpp=1", "parallel.sequence_parallel=false"]
+    cfg, choices, overrides, _ = compose.compose([*own, *words, *without])
     checked = compose.check(cfg, trains=False)
     p = checked.parallel
-    if p.dp * p.cp > 1 or p.sequence_parallel:
+    if p.dp * p.cp > 1:
         raise Refused(
             [
-                f"parallel.dp={p.dp}, parallel.cp={p.cp}, parallel.sequence_parallel={p.sequence_parallel}: a text is "
-                "computed token by token, which only parallel.tp and parallel.pp share out; take parallel=tp2 or pp2."
+                f"parallel.dp={p.dp} · parallel.cp={p.cp}: a text is computed token by token, which parallel.tp and "
+                "parallel.pp alone share out: take parallel.dp=1 parallel.cp=1."
             ]
         )
     return checked, choices, overrides
