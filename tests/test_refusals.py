@@ -85,6 +85,8 @@ REFUSED = {
     "text without path": ("data=text", "data.path=PATH"),
     "path that is not there": ("data=text data.path=/nowhere/at/all", "there is no nowhere in /"),
     "path that nobody reads": ("data.path=/", "data.kind=stdlib", "take data=text"),
+    "token files without path": ("data=megatron", "data.path=PREFIX"),
+    "token files that are not there": ("data=megatron data.path=[1,no/a,2,no/b]", "no/b.idx", "python -m data.prepare"),
     "held-out share": ("data.val_share=0", "data.val_share=0", "between 0 and 1"),
     "tokenizer": ("data.tokenizer=gpt2", "data.tokenizer=gpt2", "bytes"),
     "vocabulary too small": ("model.vocab=100", "model.vocab=100", "take model.vocab=256"),
