@@ -5,7 +5,7 @@ from pathlib import Path
 
 from data.corpus import BadData
 from data.sources import record, recorded_tokenizer, sources, tokenizer_name
-from data.tokenizer import digest, vocab_size
+from data.tokenizer import Ids, digest, vocab_size
 
 
 def problems(cfg) -> list[str]:
@@ -58,18 +58,14 @@ def _files(d) -> list[str]:
 
 
 def _tokenizer(cfg) -> list[str]:
-    d, name = cfg.data, cfg.data.tokenizer
-    if d.kind == "megatron":
-        name, _ = tokenizer_name(d)
-        if name is None:
-            if cfg.train.sample_length == 0:
-                return []
-            return [
-                f"{sources(d.path)[0].prefix} has no record of its tokenizer, as Megatron-LM keeps none: add "
-                f"data.tokenizer=PATH, or train without: model.vocab=N train.sample_length=0."
-            ]
-    elif name is None:
+    d = cfg.data
+    name, _ = tokenizer_name(d)
+    if name is None and d.kind != "megatron":
         return [f"data.tokenizer=null is for data=megatron: data={d.kind} needs bytes or a path."]
+    if name is None:
+        if cfg.train.sample_length and d.sample_prompt:
+            Ids(cfg.model.vocab).encode(d.sample_prompt)
+        return []
     size = vocab_size(name)
     if d.kind == "mock" or cfg.model.vocab >= size:
         return []

@@ -72,10 +72,12 @@ def recorded_tokenizer(prefix: str) -> str | None:
 
 
 def tokenizer_name(data) -> tuple[str | None, int | None]:
-    """The tokenizer of data=megatron, as given or as recorded, and the id that ends a document where that is recorded.
+    """The tokenizer of a configuration's data, as given or recorded, and the id that ends a document if recorded.
 
-    (None, None) when it is known of no file.
+    (None, None) when no file of data=megatron has one on record.
     """
+    if data.kind != "megatron":
+        return data.tokenizer, None
     found = [source.prefix for source in sources(data.path) if record(source.prefix)]
     eod = record(found[0])["eod"] if found else None
     return data.tokenizer or (recorded_tokenizer(found[0]) if found else None), eod

@@ -139,8 +139,6 @@ def tokenizer(cfg) -> Tokenizer:
 
     That of data=megatron is recorded beside the files. Raises BadData for one that is not there or is damaged.
     """
-    if cfg.data.kind != "megatron":
-        return open_tokenizer(cfg.data.tokenizer)
     name, eod = tokenizer_name(cfg.data)
     if name is None:
         return Ids(cfg.model.vocab)

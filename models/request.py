@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data.corpus import BadData
+from data.sources import tokenizer_name
 from data.tokenizer import open_tokenizer
 from models.hf_files import CONFIG, FOLDER
 from parallel import checkpoint_files as files
@@ -110,7 +111,9 @@ def _tokens(request: Request, found: Path, trained) -> None:
     """Find the tokenizer, and which ids begin and end a text."""
     beside = found / FOLDER
     if request.tokenizer is None:
-        request.tokenizer = trained.data.tokenizer if trained else str(beside)
+        request.tokenizer = tokenizer_name(trained.data)[0] if trained else str(beside)
+        if request.tokenizer is None:
+            raise BadData(f"{found} was trained on files without a record of their tokenizer: add tokenizer=PATH.")
         if not trained and not any((beside / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
             raise BadData(f"{found} came without a tokenizer: add tokenizer=PATH (tokenizer.json, .model) or bytes.")
     tokenizer = open_tokenizer(request.tokenizer)

@@ -266,7 +266,7 @@ def test_a_mixture_of_prepared_files_is_trained_on_and_sampled_in_words(kind, tm
     for name in "ab":
         make(tmp_path, f"{name}.jsonl", jsonl(TEXTS * 4), tokenizer=file, output=tmp_path / name)
     words = "model.vocab=512 train.steps=3 train.seq_len=32 train.global_batch=4 train.sample_length=6 model.layers=2"
-    words += " data=megatron data.path=[0.3,a,0.7,b] train.sample_prompt=fox parallel=tp2 tracking.mode=disabled"
+    words += " data=megatron data.path=[0.3,a,0.7,b] data.sample_prompt=fox parallel=tp2 tracking.mode=disabled"
     done = train(*words.split(), "hydra.run.dir=run", timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "run" / "result.json").read_bytes())
