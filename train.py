@@ -68,6 +68,7 @@ def rank(run_dir: Path) -> None:
     chunks = wrap.model_chunks(cfg, device)
     optimizer = build.optimizer(cfg, chunks)
     schedule = build.schedule(cfg, optimizer)
+    clipper = clip.Clipper(cfg, chunks, optimizer)
     wrap.connect(chunks, optimizer, cfg)
     corpus = load_corpus(cfg)
     dp_rank, dp_size = facts.data_rank()
@@ -77,7 +78,7 @@ def rank(run_dir: Path) -> None:
     # What is known before the first step. The measured peak draws random numbers, so the state is restored after it.
     best = peak.dense_peak(cfg)
     heartbeat.beat("resume")
-    checkpoints = Checkpoints(cfg, run_dir, chunks, optimizer, schedule)
+    checkpoints = Checkpoints(cfg, run_dir, chunks, optimizer, schedule, clipper)
     done = checkpoints.resume()
     tokens_per_step = cfg.train.global_batch * cfg.train.seq_len
     flops_per_token = flops.per_token(cfg.model, cfg.train.seq_len, cfg.train.flop_rule)
@@ -94,6 +95,7 @@ def rank(run_dir: Path) -> None:
             "time": facts.time_note(cfg, flops_per_token, best),
             "attention": attention_note,
             "validation": facts.validation_note(held_out),
+            "clipping": clip.note(cfg),
             **setup.notes(cfg),
             **checkpoint_weights.notes(cfg),
             **checkpoints.notes,
@@ -128,7 +130,7 @@ def rank(run_dir: Path) -> None:
             if not math.isfinite(train_loss):
                 tracker.log(step, {"tokens": step * tokens_per_step, "train/loss": train_loss})
                 raise FloatingPointError(f"the loss is {train_loss} in step {step}, before the update")
-            update = clip.step(optimizer, cfg.clip)
+            update = clipper.step()
 
             raw = dict(
                 step=step,
@@ -139,7 +141,9 @@ def rank(run_dir: Path) -> None:
                 clip_coef=update.clip_coef,
                 clipped=update.clip_coef < 1.0,
                 loss_scale=scale,
+                clip_threshold=update.threshold,
                 skipped=update.skipped,
+                spike=update.spike,
                 step_s=time.perf_counter() - began,
                 data_wait_s=waited,
                 peak_gib=facts.peak_gib(),

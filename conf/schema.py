@@ -71,8 +71,21 @@ class OptimizerName(StrEnum):
 
     sgd = "sgd"
     momentum = "momentum"
+    rmsprop = "rmsprop"
+    adagrad = "adagrad"
     adam = "adam"
     adamw = "adamw"
+    lamb = "lamb"
+    lion = "lion"
+    adafactor = "adafactor"
+    muon = "muon"
+
+
+class Offload(StrEnum):
+    """What is kept in host memory between two steps."""
+
+    none = "none"
+    optimizer = "optimizer"
 
 
 class ScheduleName(StrEnum):
@@ -90,6 +103,10 @@ class ClipKind(StrEnum):
 
     none = "none"
     fixed = "fixed"
+    by_model_size = "by_model_size"
+    adaptive = "adaptive"
+    per_layer = "per_layer"
+    by_value = "by_value"
 
 
 class DataKind(StrEnum):
@@ -247,6 +264,8 @@ class Parallel:
     overlap: bool = MISSING
     # Activation recomputation.
     recompute: Recompute = MISSING
+    # Keep the optimizer's moments in host memory between steps; on a CPU they are there anyway.
+    offload: Offload = Offload.none
     # Extra environment variables of the ranks; they win over what the layout sets.
     env: dict[str, str] = field(default_factory=dict)
 
@@ -285,16 +304,27 @@ class Optimizer:
     name: OptimizerName = MISSING
     # Peak learning rate.
     lr: float = MISSING
-    # Weight decay on matrices; norms and biases get none.
+    # Weight decay on matrices; norms and biases get none. Added to the gradient by sgd, momentum, rmsprop, adagrad and
+    # adam; by the others to the update.
     weight_decay: float = MISSING
-    # Decay of the first moment (adam, adamw).
-    beta1: float = MISSING
-    # Decay of the second moment (adam, adamw).
-    beta2: float = MISSING
-    # Added to the root of the second moment (adam, adamw).
-    eps: float = MISSING
-    # Momentum (momentum).
-    momentum: float = MISSING
+    # Format in which moments are kept between steps: fp32 or bf16. Rules compute in FP32 whatever it is.
+    moments: Format = Format.fp32
+    # Decay of the first moment (adam, adamw, lamb; lion's in the update; of muon's AdamW).
+    beta1: float | None = None
+    # Decay of the second moment (rmsprop, adam, adamw, lamb; of lion's only moment; of muon's AdamW).
+    beta2: float | None = None
+    # Added to the root of the second moment (rmsprop, adagrad, adam, adamw, lamb; of muon's AdamW).
+    eps: float | None = None
+    # Share of the past in the momentum (momentum, muon).
+    momentum: float | None = None
+    # In step t the second moment takes in t^beta2_decay of the new gradient (adafactor).
+    beta2_decay: float | None = None
+    # Largest root mean square of a tensor's update before the learning rate (adafactor).
+    update_clip: float | None = None
+    # Steps are relative to the root mean square of a tensor, and to this where that is smaller (adafactor).
+    scale_floor: float | None = None
+    # Newton-Schulz steps that make the momentum orthogonal (muon).
+    newton_schulz_steps: int | None = None
 
 
 @dataclass
@@ -319,8 +349,21 @@ class Clip:
 
     # Rule.
     kind: ClipKind = MISSING
-    # Largest global L2 norm (fixed).
-    max_norm: float = MISSING
+    # Largest L2 norm: of the gradient (fixed; by_model_size computes it), or of each tensor's gradient (per_layer).
+    max_norm: float | None = None
+    # Largest absolute value of an element of the gradient (by_value).
+    max_value: float | None = None
+    # The threshold is this quantile of the norms of the last `window` steps (adaptive).
+    quantile: float | None = None
+    # Norms that the quantile is taken over, the step's own included (adaptive).
+    window: int | None = None
+    # Leave the weights alone in a step whose norm is more than this many standard deviations above the mean of the last
+    # `skip_window` norms; null never skips.
+    skip_above: float | None = None
+    # Norms that a spike is judged by; nothing is skipped before half of them are there.
+    skip_window: int = 128
+    # Steps between two reports on the norms and on what each threshold would have clipped; one more comes at the end.
+    report_every: int = 10_000
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """Megatron-core's optimizer and learning-rate schedule, from the configuration."""
 
-import torch
 from megatron.core.optimizer import (
     OptimizerConfig,
     get_megatron_optimizer,
@@ -11,6 +10,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from conf.schema import Config, Format, OptimizerName, ScheduleName
 from models.gpt import DTYPES
+from optim import rules
 
 _STYLES = {
     ScheduleName.constant: "constant",
@@ -28,15 +28,15 @@ def optimizer(cfg: Config, chunks):
     """
     o, p = cfg.optimizer, cfg.precision
     scale = p.loss_scale if isinstance(p.loss_scale, (int, float)) else None
+    # Megatron wraps Adam; another rule takes its place afterwards, with Adam's constants where it has them.
+    constants = {"adam_beta1": o.beta1, "adam_beta2": o.beta2, "adam_eps": o.eps}
     config = OptimizerConfig(
         optimizer="adam",
         decoupled_weight_decay=o.name is OptimizerName.adamw,
         lr=o.lr,
         min_lr=o.lr * cfg.schedule.final_share,
         weight_decay=o.weight_decay,
-        adam_beta1=o.beta1,
-        adam_beta2=o.beta2,
-        adam_eps=o.eps,
+        **{name: value for name, value in constants.items() if value is not None},
         fp16=p.params is Format.fp16,
         bf16=p.params is Format.bf16,
         params_dtype=DTYPES[p.params],
@@ -50,8 +50,7 @@ def optimizer(cfg: Config, chunks):
         clip_grad=0.0,
     )
     wrapped = get_megatron_optimizer(config, chunks, _by_parameter(cfg, config), use_gloo_process_groups=False)
-    if o.name in RULES:
-        _replace_rule(wrapped, lambda parameters: RULES[o.name](parameters, o))
+    rules.install(wrapped, chunks, cfg)
     return wrapped
 
 
@@ -63,29 +62,6 @@ def _by_parameter(cfg: Config, config: OptimizerConfig) -> dict:
         kind = "sgd" if plain else config.optimizer
         rates = get_mup_config_overrides(config, cfg.model.hidden / cfg.model.mup_base_hidden, kind)
     return get_standard_config_overrides(config) | rates
-
-
-# Rules that Megatron's distributed optimizer would refuse to build by itself; it runs any torch optimizer.
-RULES = {
-    OptimizerName.sgd: lambda parameters, o: torch.optim.SGD(parameters, lr=o.lr),
-    OptimizerName.momentum: lambda parameters, o: torch.optim.SGD(parameters, lr=o.lr, momentum=o.momentum),
-}
-
-
-def _replace_rule(wrapped, make) -> None:
-    """Put another torch optimizer into Megatron's wrapping, over the same parameters and the very same groups.
-
-    The groups must stay the objects they are: the wrapping swaps master weights and shards in and out of them.
-    """
-    for part in getattr(wrapped, "chained_optimizers", [wrapped]):
-        groups = part.optimizer.param_groups
-        # Made over nothing: a shard is a view of the weights, which torch refuses at this place and only here.
-        rule = make([torch.nn.Parameter(torch.empty(0))])
-        for group in groups:
-            for name, value in rule.defaults.items():
-                group.setdefault(name, value)
-        rule.param_groups = groups
-        part.optimizer = rule
 
 
 def schedule(cfg: Config, optimizer) -> OptimizerParamScheduler:

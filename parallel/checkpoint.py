@@ -22,9 +22,9 @@ LAYOUT = ("tp", "pp", "vpp", "cp", "dp", "sequence_parallel", "zero")
 class Checkpoints:
     """Checkpoints of one run; every rank has one and calls the same methods at the same step."""
 
-    def __init__(self, cfg: Config, run_dir: Path, chunks, optimizer, schedule):
+    def __init__(self, cfg: Config, run_dir: Path, chunks, optimizer, schedule, clipper):
         self.cfg, self.run_dir = cfg, Path(run_dir)
-        self.chunks, self.optimizer, self.schedule = chunks, optimizer, schedule
+        self.chunks, self.optimizer, self.schedule, self.clipper = chunks, optimizer, schedule, clipper
         self.notes: dict[str, str] = {}  # where the run goes on from, for the block before the first step
         # A rank that stops in the middle of a step has no state that fits those of the others.
         self._stop_asked = rank_process.stop_between_steps() if cfg.checkpoint.every else None
@@ -56,6 +56,7 @@ class Checkpoints:
         state.install_masters(self.chunks, self.optimizer, self.cfg.parallel.zero)
         if about["loss_scale"] is not None:
             state.set_loss_scale(self.optimizer, about["loss_scale"])
+        self.clipper.norms.extend(about.get("recent_norms", []))
         self.schedule.num_steps = about["step"]  # the rest of it is a function of the configuration
         self.notes = {"resumed": "after " + self._told(found, about, same_layout)}
         return about["step"]
@@ -110,6 +111,7 @@ class Checkpoints:
             "samples": step * train.global_batch,
             "updates": updates,
             "loss_scale": state.loss_scale(self.optimizer),
+            "recent_norms": list(self.clipper.norms),
             "layout": self._layout(),
             "world_size": dist.get_world_size(),
             **checkpoint_rules.fixed(self.cfg),

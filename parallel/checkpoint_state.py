@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from conf.schema import OptimizerName
@@ -18,9 +19,17 @@ from parallel.checkpoint_map import Box, Place, boxes
 MOMENTS = {
     OptimizerName.sgd: (),
     OptimizerName.momentum: ("momentum_buffer",),
+    OptimizerName.rmsprop: ("square_avg",),
+    OptimizerName.adagrad: ("sum",),
     OptimizerName.adam: ("exp_avg", "exp_avg_sq"),
     OptimizerName.adamw: ("exp_avg", "exp_avg_sq"),
+    OptimizerName.lamb: ("exp_avg", "exp_avg_sq"),
+    OptimizerName.lion: ("exp_avg",),
+    # These keep different ones of different parameters, and have made them.
+    OptimizerName.adafactor: ("variance",),
+    OptimizerName.muon: ("momentum_buffer", "exp_avg", "exp_avg_sq"),
 }
+MADE = (OptimizerName.adafactor, OptimizerName.muon)
 
 
 @dataclass
@@ -74,13 +83,33 @@ def tensors(chunks, optimizer, cfg) -> dict[str, Pieces]:
     found: dict[str, Pieces] = {}
     for part in owned(chunks, optimizer, cfg.parallel.zero):
         held = {MASTER: local(part.master)}
-        held |= {name: local(_moment(part, name)) for name in MOMENTS[cfg.optimizer.name]}
+        held |= {name: local(_moment(part, name)) for name in _moments(part, cfg)}
         for place in part.places:
             for box in boxes(place, part.start, part.end):
                 for name, flat in held.items():
                     entry = found.setdefault(f"{name}/{place.key}", Pieces(place.global_shape, []))
                     entry.pieces.append(_piece(box, flat, place.writes))
+        for name, shape, piece in _vectors(part, cfg.parallel.zero):
+            found.setdefault(name, Pieces(shape, [])).pieces.append(piece)
     return found
+
+
+def _moments(part: Owned, cfg) -> list[str]:
+    names, made = MOMENTS[cfg.optimizer.name], part.rule.state[part.master]
+    return [name for name in names if name in made] if cfg.optimizer.name in MADE else list(names)
+
+
+def _vectors(part: Owned, zero: int) -> Iterator[tuple[str, tuple[int, ...], Piece]]:
+    """Moments of a matrix that are one number a row or a column; every rank that owns some of the matrix has them."""
+    place, held = part.places[0], part.rule.state[part.master]
+    ahead, first = place.prepended, parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    # The owner of the first element writes.
+    writes = place.writes and not any(place.offset[ahead:]) and part.start == 0 and (zero > 0 or first)
+    for name, axis in getattr(part.rule, "factored", {}).items():
+        if name in held:
+            shape = place.global_shape[:ahead] + (place.global_shape[ahead + axis],)
+            data = held[name].view((1,) * ahead + shape[ahead:])
+            yield f"{name}/{place.key}", shape, Piece(place.offset[:ahead] + (0,), data, writes)
 
 
 def _piece(box: Box, flat: torch.Tensor, writes: bool) -> Piece:
@@ -105,12 +134,16 @@ def updates(chunks, optimizer, zero: int) -> int:
     return int(most)
 
 
+# Rules of PyTorch's that count the updates of each parameter in a tensor of its own.
+COUNTING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad)
+
+
 def set_updates(chunks, optimizer, cfg, count: int) -> None:
-    """Tell Adam how many updates its moments have seen: a tensor a parameter, or, when fused, a number."""
-    if "exp_avg" not in MOMENTS[cfg.optimizer.name]:
+    """Tell a rule that counts how many updates its moments have seen: a tensor a parameter, or a number a group."""
+    if cfg.optimizer.name in (OptimizerName.sgd, OptimizerName.momentum, OptimizerName.lion):
         return
     for part in owned(chunks, optimizer, cfg.parallel.zero):
-        if isinstance(part.rule, (torch.optim.Adam, torch.optim.AdamW)):
+        if isinstance(part.rule, COUNTING):
             group = part.rule.param_groups[0]
             on_device = group.get("capturable") or group.get("fused")
             device = local(part.master).device if on_device else "cpu"

@@ -4,7 +4,19 @@ from models import flops
 from parallel.host import memory
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-MOMENTS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+# Moments of a weight inside the layers; Adafactor's are one number a row and one a column.
+MOMENTS = dict(sgd=0, momentum=1, rmsprop=1, adagrad=1, adam=2, adamw=2, lamb=2, lion=1, adafactor=0, muon=1)
+
+
+def moment_bytes(cfg) -> float:
+    """What the moments of one parameter take on the device, averaged over the model."""
+    if cfg.parallel.offload == "optimizer" and cfg.launch.device == "cuda":
+        return 0.0
+    moments = float(MOMENTS[cfg.optimizer.name])
+    if cfg.optimizer.name == "muon":  # AdamW's two for embeddings and output layer
+        m = cfg.model
+        moments += flops.padded_vocab(m) * m.hidden * (1 if m.tie_embeddings else 2) / flops.parameters(m)
+    return moments * BYTES[cfg.optimizer.moments]
 
 
 def state_gib(cfg, parameters: float) -> float:
@@ -16,7 +28,7 @@ def state_gib(cfg, parameters: float) -> float:
     weights = BYTES[precision.params] / (shared_by if p.zero >= 3 else 1)
     gradients = BYTES[precision.grad_reduce] / (shared_by if p.zero >= 2 else 1)
     master = 0 if precision.params == precision.main_params else BYTES[precision.main_params]
-    state = (master + 4 * MOMENTS[cfg.optimizer.name]) / (shared_by if p.zero >= 1 else 1)
+    state = (master + moment_bytes(cfg)) / (shared_by if p.zero >= 1 else 1)
     return parameters * (weights + gradients + state) / 2**30
 
 
@@ -49,6 +61,8 @@ def advice(cfg) -> str:
         tries.append("parallel.recompute=full")
     if p.zero < 3 and p.dp > 1:
         tries.append(f"parallel.zero={3 if p.zero == 1 else p.zero + 1}")
+    if p.offload == "none" and cfg.launch.device == "cuda" and MOMENTS[cfg.optimizer.name]:
+        tries.append("parallel.offload=optimizer")
     if not tries:
         tries.append(f"parallel.tp={2 * p.tp}")
     return "out of memory: try " + ", then ".join(tries)

@@ -4,7 +4,9 @@ import math
 
 ABOVE_ZERO = "above 0"
 FROM_ZERO = "0 or more"
+BELOW_ZERO = "below 0"
 FROM_ONE = "1 or more"
+FROM_TWO = "2 or more"
 SHARE = "from 0 up to, not including, 1"
 INSIDE = "between 0 and 1, both excluded"
 UP_TO_ONE = "from 0 to 1"
@@ -13,7 +15,9 @@ PART = "above 0 and at most 1"
 TESTS = {
     ABOVE_ZERO: lambda x: 0 < x < math.inf,
     FROM_ZERO: lambda x: 0 <= x < math.inf,
+    BELOW_ZERO: lambda x: -math.inf < x < 0,
     FROM_ONE: lambda x: 1 <= x < math.inf,
+    FROM_TWO: lambda x: 2 <= x < math.inf,
     SHARE: lambda x: 0 <= x < 1,
     INSIDE: lambda x: 0 < x < 1,
     UP_TO_ONE: lambda x: 0 <= x <= 1,
@@ -61,11 +65,21 @@ RANGES = {
     "optimizer.beta2": SHARE,
     "optimizer.eps": ABOVE_ZERO,
     "optimizer.momentum": SHARE,
+    "optimizer.beta2_decay": BELOW_ZERO,
+    "optimizer.update_clip": ABOVE_ZERO,
+    "optimizer.scale_floor": FROM_ZERO,
+    "optimizer.newton_schulz_steps": FROM_ONE,
     "schedule.warmup_steps": FROM_ZERO,
     "schedule.warmup_tokens": FROM_ZERO,
     "schedule.final_share": UP_TO_ONE,
     "schedule.decay_share": PART,
     "clip.max_norm": ABOVE_ZERO,
+    "clip.max_value": ABOVE_ZERO,
+    "clip.quantile": UP_TO_ONE,
+    "clip.window": FROM_ONE,
+    "clip.skip_above": ABOVE_ZERO,
+    "clip.skip_window": FROM_TWO,
+    "clip.report_every": FROM_ONE,
     "data.val_share": INSIDE,
     "checkpoint.every": FROM_ONE,
     "checkpoint.keep": FROM_ONE,

@@ -3,6 +3,8 @@
 import math
 from copy import deepcopy
 
+from optim.threshold import by_model_size
+
 
 def whole(value, default: int = 1) -> int:
     """A positive whole number, or `default` where the value is not one: `parallel.rules` tells of it."""
@@ -35,7 +37,7 @@ def micro_batch_unit(cfg) -> int:
 
 
 def resolve(cfg, gpus: int, world: int | None = None):
-    """A copy of `cfg` in which dp, the device, steps and warm-up steps are numbers and names.
+    """A copy of `cfg` in which dp, the device, steps, warm-up steps and the clip threshold are numbers and names.
 
     `gpus` are the GPUs of this machine; `world` is the number of ranks where they exist already (torchrun, SLURM).
     """
@@ -55,6 +57,10 @@ def resolve(cfg, gpus: int, world: int | None = None):
             cfg.parallel.dp = largest_dp(cfg, max(1, gpus // model_ranks(cfg.parallel)))
         else:
             cfg.parallel.dp = largest_dp(cfg, whole(cfg.parallel.dp_on_cpu))
+    if cfg.clip.kind == "by_model_size" and cfg.clip.max_norm is None and whole(cfg.model.heads, 0):
+        from models.flops import parameters  # which needs the padded vocabulary from here
+
+        cfg.clip.max_norm = by_model_size(parameters(cfg.model))
     return cfg
 
 

@@ -9,7 +9,7 @@ import re
 from importlib.util import find_spec
 
 from data import rules as data_rules
-from parallel import checkpoint_rules, layouts, ranges
+from parallel import checkpoint_rules, layouts, ranges, update_rules
 from parallel.devices import visible_gpus
 from parallel.layouts import divisors, near
 from parallel.resolve import padded_vocab, resolve, whole, world_size
@@ -29,6 +29,7 @@ def problems(cfg, gpus: int, world: int | None = None) -> list[str]:
     found = ranges.problems(cfg) + _length(cfg.train) + _model(cfg) + layouts.shape_problems(resolved)
     found += layouts.batch_problems(resolved) + layouts.device_problems(resolved, gpus, world)
     found += _precision(cfg.precision) + _attention(resolved) + data_rules.problems(cfg) + _tracking(cfg.tracking)
+    found += update_rules.problems(resolved)
     return found + checkpoint_rules.problems(cfg) + checkpoint_rules.weights_problems(cfg)
 
 
@@ -46,7 +47,7 @@ def notes(cfg, gpus: int) -> list[str]:
         said.append(f"parallel.zero={p.zero} shares nothing out with one data-parallel rank.")
     if t.steps is not None and cfg.schedule.warmup_steps >= t.steps:
         said.append(f"the run of {t.steps} steps ends inside the warm-up of {cfg.schedule.warmup_steps}.")
-    return said
+    return said + update_rules.notes(cfg)
 
 
 def _length(train) -> list[str]:

@@ -13,14 +13,15 @@ def main(run_dir: Path) -> None:
     """The rank of the run frozen in `run_dir`."""
     cfg, heartbeat = load(run_dir).cfg, Heartbeat(run_dir, int(os.environ["RANK"]))
     heartbeat.beat("import")
-    from optim import build
+    from optim import build, clip
     from parallel import groups, wrap
     from parallel.checkpoint import Checkpoints
 
     heartbeat.beat("model")
     chunks = wrap.model_chunks(cfg, groups.start(cfg))
     optimizer = build.optimizer(cfg, chunks)
-    checkpoints = Checkpoints(cfg, run_dir, chunks, optimizer, build.schedule(cfg, optimizer))
+    schedule, clipper = build.schedule(cfg, optimizer), clip.Clipper(cfg, chunks, optimizer)
+    checkpoints = Checkpoints(cfg, run_dir, chunks, optimizer, schedule, clipper)
     heartbeat.beat("checkpoint")
     checkpoints.save(checkpoints.resume())
     heartbeat.beat("end")

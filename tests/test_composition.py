@@ -28,6 +28,7 @@ WORLD = {
     "zero1": (2, 8),
     "zero2": (2, 8),
     "zero3": (2, 8),
+    "zero3_offload": (2, 8),
     "tp2_zero1": (4, 8),
     "tp2_zero3": (4, 8),
     "pp2_zero1": (4, 8),

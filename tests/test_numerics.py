@@ -6,8 +6,10 @@ import math
 import pytest
 import torch
 
-from conf.schema import Clip, ClipKind
-from optim import clip
+from models import flops
+from optim import clip, threshold
+from parallel import compose, rules
+from tracking.metrics import Meter
 
 SMALL = (
     "train.steps=8 train.global_batch=4 train.micro_batch=2 train.seq_len=64 train.sample_length=0 train.eval_every=8 "
@@ -100,11 +102,10 @@ def test_clipping_bounds_the_update_and_is_measured_when_it_is_off(steps):
 
 
 def test_clip_coefficient():
-    fixed = Clip(kind=ClipKind.fixed, max_norm=0.5)
-    assert clip.coefficient(fixed, 0.4) == 1.0
-    assert clip.coefficient(fixed, 2.0) == pytest.approx(0.25, rel=1e-5)
-    assert clip.coefficient(fixed, math.inf) == 1.0
-    assert clip.coefficient(Clip(kind=ClipKind.none, max_norm=0.0), 2.0) == 1.0
+    assert clip.coefficient(0.5, 0.4) == 1.0
+    assert clip.coefficient(0.5, 2.0) == pytest.approx(0.25, rel=1e-5)
+    assert clip.coefficient(0.5, math.inf) == 1.0
+    assert clip.coefficient(None, 2.0) == 1.0
 
 
 # Learning rates of ten steps, peak 1, two of them warm-up, a tenth of the peak at the end.
@@ -135,56 +136,103 @@ def test_schedule_gives_the_stated_learning_rates(name, cfg_of):
     assert found == pytest.approx(SCHEDULES[name])
 
 
-def test_weight_decay_spares_norms_and_biases(single_rank, cfg_of):
+def test_threshold_by_model_size_is_the_rule_in_between_by_logarithm():
+    given = {5e8: 1.0, 1e9: 1.0, 1e10: 0.1, 1e11: 0.01, 5e11: 0.001, 1e13: 0.001}
+    assert all(threshold.by_model_size(size) == pytest.approx(norm) for size, norm in given.items())
+    assert threshold.by_model_size(math.sqrt(1e9 * 1e10)) == pytest.approx(math.sqrt(0.1))
+    assert threshold.by_model_size(math.sqrt(1e11 * 5e11)) == pytest.approx(math.sqrt(0.01 * 0.001))
+
+
+@pytest.mark.parametrize("model", ["gpt_1b", "llama2_13b", "gpt3_175b"])
+def test_threshold_by_model_size_is_in_the_resolved_configuration(model):
+    cfg = rules.resolve(compose.compose([f"model={model}", "clip=by_model_size"])[0], gpus=0)
+    assert cfg.clip.max_norm == threshold.by_model_size(flops.parameters(cfg.model))
+
+
+@pytest.fixture
+def clipped(single_rank, cfg_of):
+    """A clipper over a small model trained by SGD, and a function that makes a step with gradients of a given norm."""
     from optim import build
     from parallel import wrap
 
-    cfg = cfg_of("model=gpt_1b", "model.layers=1", "model.hidden=32", "model.ffn_hidden=64", "model.heads=2",
-                 "model.kv_heads=2", "model.vocab=256", "optimizer.weight_decay=0.1")  # fmt: skip
-    chunks = wrap.model_chunks(cfg, torch.device("cpu"))
-    optimizer = build.optimizer(cfg, chunks)
-    build.schedule(cfg, optimizer).step(1)
-    decayed = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in chunks[0].named_parameters():
-        assert decayed[id(parameter)] == (0.1 if parameter.dim() > 1 else 0.0), name
+    def make(*words: str):
+        small = "model.layers=1 model.hidden=32 model.ffn_hidden=64 model.heads=2 model.kv_heads=2".split()
+        cfg = cfg_of(
+            *small, "optimizer=sgd", "optimizer.lr=1.0", "schedule=constant", "schedule.warmup_steps=0", *words
+        )
+        chunks = wrap.model_chunks(cfg, torch.device("cpu"))
+        optimizer = build.optimizer(cfg, chunks)
+        build.schedule(cfg, optimizer).step(1)
+        clipper, parameters = clip.Clipper(cfg, chunks, optimizer), list(chunks[0].parameters())
+
+        def step(norm: float) -> tuple[clip.Update, list[torch.Tensor], list[torch.Tensor]]:
+            """What happened, the gradients before, and by how much each parameter moved: with SGD the gradient used."""
+            drawn = [torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) for i, p in enumerate(parameters)]
+            scale = norm / math.sqrt(sum(float(g.square().sum()) for g in drawn))
+            before = [p.detach().clone() for p in parameters]
+            for p, g in zip(parameters, drawn, strict=True):
+                p.main_grad.copy_(g * scale)
+            update = clipper.step()
+            assert update.grad_norm == pytest.approx(norm, rel=1e-5)
+            moved = [b - p.detach() for b, p in zip(before, parameters, strict=True)]
+            return update, [g * scale for g in drawn], moved
+
+        return step
+
+    return make
 
 
-# The rule of each optimizer against PyTorch's, step by step on the same gradients.
-@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
-@pytest.mark.parametrize("zero", [0, 1])
-def test_optimizer_steps_as_its_reference(name, zero, single_rank, cfg_of):
-    from optim import build
-    from parallel import wrap
+def test_adaptive_threshold_is_the_quantile_of_the_last_norms(clipped):
+    step, norms = clipped("clip=adaptive", "clip.quantile=0.5", "clip.window=3"), [1.0, 2.0, 4.0, 8.0, 3.0, 3.5]
+    for number, norm in enumerate(norms, 1):
+        update, gradients, moved = step(norm)
+        expected = float(torch.tensor(norms[max(0, number - 3) : number]).quantile(0.5))
+        assert update.threshold == pytest.approx(expected, rel=1e-5)
+        assert update.clip_coef == pytest.approx(min(1.0, expected / norm), rel=1e-5)
+        for gradient, move in zip(gradients, moved, strict=True):
+            torch.testing.assert_close(move, gradient * update.clip_coef, rtol=1e-3, atol=1e-6)
 
-    cfg = cfg_of(f"optimizer={name}", "optimizer.weight_decay=0.1", "optimizer.lr=0.01", "schedule=constant",
-                 "schedule.warmup_steps=0", "model.layers=1",
-                 "model.hidden=32", "model.ffn_hidden=64", "model.heads=2", "model.kv_heads=2",
-                 f"parallel.zero={zero}", "clip=none")  # fmt: skip
-    chunks = wrap.model_chunks(cfg, torch.device("cpu"))
-    optimizer = build.optimizer(cfg, chunks)
-    schedule = build.schedule(cfg, optimizer)
-    parameters = list(chunks[0].parameters())
-    copies = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
-    decay = [c for c in copies if c.dim() > 1], [c for c in copies if c.dim() == 1]
-    groups = [{"params": decay[0], "weight_decay": 0.1}, {"params": decay[1], "weight_decay": 0.0}]
-    o = cfg.optimizer
-    reference = {
-        "sgd": lambda: torch.optim.SGD(groups, lr=0.01),
-        "momentum": lambda: torch.optim.SGD(groups, lr=0.01, momentum=o.momentum),
-        "adam": lambda: torch.optim.Adam(groups, lr=0.01, betas=(o.beta1, o.beta2), eps=o.eps),
-        "adamw": lambda: torch.optim.AdamW(groups, lr=0.01, betas=(o.beta1, o.beta2), eps=o.eps),
-    }[name]()
-    before = [c.detach().clone() for c in copies]
-    for step in range(3):
-        for i, (parameter, copy) in enumerate(zip(parameters, copies, strict=True)):
-            gradient = torch.randn(copy.shape, generator=torch.Generator().manual_seed(100 * step + i))
-            parameter.main_grad.copy_(gradient)
-            copy.grad = gradient
-        schedule.step(1)
-        update = clip.step(optimizer, cfg.clip)
-        expected = math.sqrt(sum(float(c.grad.square().sum()) for c in copies))
-        assert update.grad_norm == pytest.approx(expected, rel=1e-5)
-        reference.step()
-    for parameter, copy, start in zip(parameters, copies, before, strict=True):
-        torch.testing.assert_close(parameter.detach(), copy.detach(), rtol=1e-6, atol=1e-6)
-        assert not torch.equal(copy, start)
+
+def test_clipping_by_layer_bounds_each_tensor_and_by_value_each_element(clipped):
+    update, gradients, moved = clipped("clip=per_layer", "clip.max_norm=0.5")(4.0)
+    for gradient, move in zip(gradients, moved, strict=True):
+        expected = gradient * min(1.0, 0.5 / float(gradient.norm()))
+        torch.testing.assert_close(move, expected, rtol=1e-3, atol=1e-6)
+    norm = math.sqrt(sum(float(move.square().sum()) for move in moved))
+    assert update.clip_coef == pytest.approx(norm / 4.0, rel=1e-4) and norm < 4.0
+    update, gradients, moved = clipped("clip=by_value", "clip.max_value=0.01")(4.0)
+    for gradient, move in zip(gradients, moved, strict=True):
+        torch.testing.assert_close(move, gradient.clamp(-0.01, 0.01), rtol=1e-3, atol=1e-6)
+    assert 0 < update.clip_coef < 1 and update.threshold is None
+
+
+def test_a_spike_leaves_the_weights_alone_and_is_counted(clipped, cfg_of):
+    step = clipped("clip=1.0", "clip.skip_above=6", "clip.skip_window=8")
+    assert not step(1000.0)[0].spike, "nothing to judge by yet"
+    step = clipped("clip=1.0", "clip.skip_above=6", "clip.skip_window=8")
+    calm = [step(1.0 + 0.1 * (i % 3)) for i in range(4)]
+    spike, _, moved = step(50.0)
+    assert spike.spike and not any(update.spike for update, *_ in calm)
+    assert all(float(move.abs().max()) == 0 for move in moved)
+    after, _, moved = step(1.1)
+    assert not after.spike and all(float(move.abs().max()) > 0 for move in moved)
+    meter = Meter(cfg_of("clip.skip_above=6"), 1, 1e9, None)
+    raw = dict(step=1, tokens=1, loss=1.0, lr=1.0, grad_norm=50.0, clip_coef=1.0, clipped=False, loss_scale=1.0,
+               skipped=False, step_s=1.0, data_wait_s=0.0, peak_gib=None)  # fmt: skip
+    assert "grad/skipped_spikes" not in meter.step(raw)
+    found = [meter.step(raw | dict(step=2, spike=True)), meter.step(raw | dict(step=3, spike=False, clipped=True))]
+    assert [line["grad/skipped_spikes"] for line in found] == [1, 1]
+    assert found[1]["grad/clip_fraction"] == 0.5, "a skipped step is no update"
+
+
+def test_a_run_says_what_each_threshold_would_have_clipped(train, tmp_path):
+    done = train(*SMALL, "clip=none", "train.steps=12", "clip.report_every=10", f"hydra.run.dir={tmp_path / 'run'}",
+                 timeout=120)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    norms = [line["grad/norm"] for line in lines if "grad/norm" in line]
+    report = json.loads((tmp_path / "run" / "result.json").read_text())["grad_norms"]
+    assert report["steps"] == len(norms) == 12 and report["max"] == max(norms)
+    assert report["would_clip"] == {str(t): sum(n > t for n in norms) / 12 for t in (1.0, 0.1, 0.01, 0.001)}
+    assert "gradient norm of the last 10 steps" in done.stdout and "would clip one step in ten" in done.stdout
+    assert "clipped by 0.1" in (tmp_path / "run" / "report.html").read_text()

@@ -11,7 +11,7 @@ REFUSED = {
     # words
     "group misspelt": ("paralel=tp2", "paralel", "did you mean parallel?"),
     "option misspelt": ("parallel=tp22", "tp22", "did you mean tp2"),
-    "option unknown": ("clip=7", "clip=7", "0.001, 0.01, 0.1, 1.0 or none"),
+    "option unknown": ("clip=7", "clip=7", "0.001, 0.01, 0.1, 1.0, adaptive"),
     "key misspelt": ("parallel.tpp=2", "parallel.tpp", "did you mean parallel.tp?"),
     "key misspelt, added": ("+parallel.tpp=2", "parallel.tpp", "did you mean parallel.tp?"),
     "key misspelt, forced": ("++stepz=3", "stepz", "did you mean train.steps?"),

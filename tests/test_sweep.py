@@ -182,11 +182,12 @@ def test_where_metrics_go_is_not_what_a_point_is(sweep, tmp_path):
 def test_sweeps_kept_in_files_are_points_that_can_be_combined_with_words(sweep, tmp_path):
     """A product, and pairs that belong together."""
     assert sweep("+sweep=clip_thresholds", "precision=fp16").returncode == 0
-    assert [name.rpartition("-")[2] for name in started(tmp_path)] == ["none", "1.0", "0.1", "0.01", "0.001"]
+    bounds = ["none", "1.0", "0.1", "0.01", "0.001", "adaptive", "per_layer", "by_value"]
+    assert [name.rpartition("-")[2] for name in started(tmp_path)] == bounds
     assert sweep("+sweep=lr_x_optimizer", "clip=none,1.0").returncode == 0
-    assert numbers(tmp_path) == list(range(18))
+    assert numbers(tmp_path) == list(range(60))
     points = json.loads((folders(tmp_path)[-1] / "sweep.json").read_text())["points"]
-    assert points[-1]["differs"] == {"optimizer": "sgd", "optimizer.lr": "3e-1", "clip": "1.0"}
+    assert points[-1]["differs"] == {"optimizer": "sgd", "optimizer.lr": "1.0", "clip": "1.0"}
     assert sweep("+sweep=clip_thresholds", multirun=False).returncode == 2
     again = sweep("+sweep=clip_thresholds", "clip=0.1", "precision=fp32", multirun=False)
     assert again.returncode == 0, "one point of it, run on its own"

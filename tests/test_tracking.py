@@ -37,7 +37,8 @@ def meter(steps: int = 100, peak: float | None = 2.0, clock=lambda: 0.0) -> Mete
 
 def test_every_metric_is_declared_and_every_declared_metric_appears():
     one = meter()
-    first, second = one.step(raw(1, 1.0)), one.step(raw(2, 1.0))
+    bounded = {"clip_threshold": 1.0, "spike": False}
+    first, second = one.step(raw(1, 1.0) | bounded), one.step(raw(2, 1.0) | bounded)
     assert set(second) == set(METRICS) - {"val/loss", "val/perplexity"}
     assert set(second) - set(first) == {name for name in METRICS if name.endswith("_avg")} | {"time/eta_s"}
 

@@ -90,6 +90,8 @@ class Console:
         parts.append(f"clipped {metrics['grad/clip_fraction']:.0%}")
         if metrics["amp/skipped_steps"]:
             parts.append(f"skipped {metrics['amp/skipped_steps']}")
+        if metrics.get("grad/skipped_spikes"):
+            parts.append(f"spikes skipped {metrics['grad/skipped_spikes']}")
         return parts
 
     def _draw(self, step: int, metrics: dict[str, float]) -> None:

@@ -16,9 +16,11 @@ METRICS = {
     "val/perplexity": "exp(val/loss): among how many equally likely tokens the model is undecided.",
     "train/lr": "Learning rate of the step.",
     "grad/norm": "Global L2 norm of the gradient before clipping, every parameter counted once.",
-    "grad/clip_coef": "What the gradient was multiplied with by clipping; 1 when it was short enough.",
+    "grad/clip_coef": "Norm after clipping over grad/norm; 1 when the gradient was short enough.",
+    "grad/clip_threshold": "Bound on the norm in this step; absent where there is none (none, per_layer, by_value).",
     "grad/clipped": "1 when the step was clipped, else 0.",
     "grad/clip_fraction": "Share of the updates so far that were clipped; skipped steps do not count.",
+    "grad/skipped_spikes": "Steps so far left out because the norm jumped (clip.skip_above); absent when that is off.",
     "amp/loss_scale": "What the loss was multiplied with before the backward pass.",
     "amp/skipped_steps": "Steps so far whose update was skipped because the gradient overflowed.",
     "perf/step_s": "Seconds for the step, waiting for data included, evaluation not.",
@@ -51,7 +53,7 @@ class Meter:
         self.tokens_per_step = cfg.train.global_batch * cfg.train.seq_len
         self.steps, self.world_size, self.clock = cfg.train.steps, world_size, clock
         self.flops_per_token, self.peak_tflops = flops_per_token, peak_tflops
-        self.updates = self.clipped = self.skipped = 0
+        self.updates = self.clipped = self.skipped = self.spikes = 0
         self.timed_steps, self.timed_s, self.timed_wait_s = 0, 0.0, 0.0
         self.first: tuple[int, float] | None = None
 
@@ -59,10 +61,13 @@ class Meter:
         """Metrics of one step from its raw facts.
 
         `raw` has step (from 1), tokens (so far), loss, lr, grad_norm, clip_coef, clipped, loss_scale, skipped,
-        step_s, data_wait_s, and peak_gib (None where the device does not count).
+        step_s, data_wait_s, and peak_gib (None where the device does not count); it may have clip_threshold and spike
+        (both None where they mean nothing).
         """
         self.skipped += raw["skipped"]
-        if not raw["skipped"]:
+        spike = raw.get("spike")
+        self.spikes += bool(spike)
+        if not (raw["skipped"] or spike):
             self.updates += 1
             self.clipped += raw["clipped"]
         metrics = {
@@ -77,6 +82,10 @@ class Meter:
             "amp/skipped_steps": self.skipped,
             **self._speed(1, raw["step_s"], raw["data_wait_s"]),
         }
+        if raw.get("clip_threshold") is not None:
+            metrics["grad/clip_threshold"] = raw["clip_threshold"]
+        if spike is not None:
+            metrics["grad/skipped_spikes"] = self.spikes
         if raw["peak_gib"] is not None:
             metrics["mem/peak_gib"] = raw["peak_gib"]
         now = self.clock()

@@ -49,9 +49,11 @@ def charts(steps: dict[int, dict[str, float]], config: dict) -> list[dict]:
         return {"label": label, "values": [metrics.get(name) for metrics in steps.values()]} | more
 
     norms = [series("gradient norm", "grad/norm")]
-    if config.get("clip", {}).get("kind") == "fixed":
-        limit = config["clip"]["max_norm"]
-        norms.append({"label": "clip threshold", "values": [limit] * len(tokens), "dash": True, "color": 4})
+    clip = config.get("clip", {})
+    if clip.get("kind") in ("fixed", "by_model_size"):
+        norms.append({"label": "clip threshold", "values": [clip["max_norm"]] * len(tokens), "dash": True, "color": 4})
+    elif clip.get("kind") == "adaptive":
+        norms.append(series("clip threshold", "grad/clip_threshold", dash=True, color=4))
     wanted = [
         ("Loss", [series("training", "train/loss"), series("validation", "val/loss", emphasis=True)]),
         ("Gradient norm before clipping", norms),
@@ -114,6 +116,10 @@ def _rest(found: dict, config: dict) -> str:
     parts = []
     if sample := found.get("sample"):
         parts.append(page.card("The model writes", page.text(sample["prompt"] + sample["text"])))
+    if found_norms := found.get("grad_norms"):
+        shares = {f"clipped by {limit}": f"{share:.0%}" for limit, share in found_norms["would_clip"].items()}
+        quantiles = {name: f"{found_norms[name]:.3g}" for name in ("p10", "p50", "p90", "p99", "max")}
+        parts.append(page.card("Gradient norm before clipping", page.table(quantiles | shares)))
     about = {
         "Repeat with": found.get("run_command"),
         "Parameters": found.get("parameters") and f"{found['parameters']:,}",

@@ -84,6 +84,7 @@ class Summary:
             "peak_gib": get("mem/peak_gib"),
             "clip_fraction": get("grad/clip_fraction"),
             "skipped_steps": get("amp/skipped_steps"),
+            "skipped_spikes": get("grad/skipped_spikes"),
             "first_nonfinite_step": self.first_nonfinite_step,
         }
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from parallel import rank_process
-from tracking import report, result
+from tracking import norms, report, result
 from tracking.console import Console, duration, harmless, short
 from tracking.history import History
 from tracking.mode import TrackingError
@@ -43,6 +43,7 @@ class Tracker:
         self.done = done
         self.console = Console(frozen.cfg.train.steps, frozen.cfg.train.log_every, facts.get("peak"))
         self.summary = result.Summary()
+        self.norms = norms.Norms(frozen.cfg.clip.report_every)
         self.extra: dict = {}
         self.finished = False
         self._said: set[str] = set()
@@ -64,6 +65,8 @@ class Tracker:
             metrics = {name: value for name, value in line.items() if name != "step"}
             self.summary.add(line["step"], metrics)
             self.wandb.log(metrics)
+            if "grad/norm" in metrics:
+                self.norms.add(metrics["grad/norm"])
         self._show_start()
         return self
 
@@ -75,6 +78,8 @@ class Tracker:
         self.wandb.log(metrics)
         if "train/loss" in metrics:
             self.console.step(step, metrics)
+        if "grad/norm" in metrics and self.norms.add(metrics["grad/norm"]):
+            self._show_norms(self.norms.report(self.norms.report_every))
         if "val/loss" in metrics:
             self.console.evaluation(step, metrics["val/loss"])
         self._say_once(self.history.problem, "training goes on, and the metrics are written when there is room again")
@@ -111,6 +116,7 @@ class Tracker:
         self.console.close()
         self.history.close()
         summary = self.summary.fields()
+        self.extra["grad_norms"] = self.norms.report()
         outcome = {"status": status, "cause": cause} | summary | self.facts | self.extra | {"ended": result.now()}
         page = None
         try:
@@ -133,6 +139,11 @@ class Tracker:
         if problem and problem not in self._said:
             self._said.add(problem)
             self.console.print(f"{problem}; {consequence}.")
+
+    def _show_norms(self, report: dict | None) -> None:
+        if report:
+            lines = norms.in_words(report).replace("\n", "; ")
+            self.console.print(f"gradient norm of the last {report['steps']:,} steps: {lines}")
 
     def _show_start(self) -> None:
         cfg, peak = self.frozen.cfg, self.given.get("peak")
@@ -165,6 +176,8 @@ class Tracker:
         if outcome["tokens_per_s"] is not None:
             mfu = f", MFU {outcome['mfu']:.0%} of {self.console.peak}" if outcome["mfu"] is not None else ""
             rows.append(("speed", f"{outcome['tokens_per_s']:,.0f} tokens/s{mfu}"))
+        if outcome["grad_norms"]:
+            rows.append(("grad norm", norms.in_words(outcome["grad_norms"])))
         rows.append(("result", short(self.run_dir / result.FILE)))
         if self.wandb.folder:
             folder = short(self.wandb.folder)
