@@ -45,6 +45,7 @@ def steps(cfg, recorder: Recorder, micro_batches: int, second=None) -> None:
     with gpu_kernels.used(on_gpu):
         chunks = wrap.model_chunks(cfg, torch.device("cpu"))
         optimizer = build.optimizer(cfg, chunks)
+        clipper = clip.Clipper(cfg, chunks, optimizer)
         wrap.connect(chunks, optimizer, cfg)
         kinds.mark_model(recorder, chunks, optimizer)
         gpu_kernels.fuse(optimizer, on_gpu)
@@ -67,7 +68,7 @@ def steps(cfg, recorder: Recorder, micro_batches: int, second=None) -> None:
                 few = cfg.parallel.pp if cfg.parallel.vpp > 1 else 1
                 loss.run(chunks, batches if step else batches[:few], cfg.train, backward=True)
                 recorder.enter("optimizer", "optimizer")
-                clip.step(optimizer, cfg.clip)
+                clipper.step()
             recorder.enter("end", "temporary")
 
 
