@@ -47,11 +47,12 @@ class Box:
 
 def attach_places(chunk: torch.nn.Module) -> None:
     """Note on every parameter of a chunk, before it is wrapped, where the whole model has it (`parameter.places`)."""
-    by_storage = {p.untyped_storage().data_ptr(): p for p in chunk.parameters()}
+    # By identity: a planned parameter has no address.
+    by_storage = {p.untyped_storage()._cdata: p for p in chunk.parameters()}
     for p in by_storage.values():
         p.places = []
     for part in parts(chunk.sharded_state_dict()):
-        p = by_storage[part.data.untyped_storage().data_ptr()]
+        p = by_storage[part.data.untyped_storage()._cdata]
         *copies, _ = part.replica_id  # the last one counts data-parallel copies, which the optimizer knows better
         p.places.append(
             Place(

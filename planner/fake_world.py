@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import GroupMember
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from parallel import checkpoint_map, cpu_as_cuda, groups
+from parallel import cpu_as_cuda, groups
 from parallel.resolve import world_size
 
 
@@ -82,8 +82,6 @@ def without_values() -> Iterator[FakeTensorMode]:
         # It keeps a tensor for the life of the process.
         (loss, "_positions", loss._positions.__wrapped__),
         (init, "initialize", lambda chunk, model, seed: None),
-        # It finds parameters by their addresses, which they do not have.
-        (checkpoint_map, "attach_places", lambda chunk: None),
         # The ranks of a device mesh are kept in a tensor that is read.
         (StageFSDP, "_init_dist_index", with_values),
         (torch.nn.Module, "to", lambda module, device: module),  # there is one device

@@ -38,7 +38,6 @@ def trace(cfg, steps: int = STEPS, load: Path | None = None, save: Path | None =
     from optim import build, clip
     from parallel import checkpoint_io, checkpoint_state, facts, wrap
 
-    loss.positions.cache_clear()
     torch.set_num_threads(1)  # on a busy machine threads wait for each other far longer than they compute
     chunks = wrap.model_chunks(cfg, torch.device("cpu"))
     optimizer = build.optimizer(cfg, chunks)
