@@ -2,6 +2,8 @@
 
     python -m planner experiment=llama2_13b_tp4_pp2 cluster=a100_40g_x8
     python -m planner -m experiment=llama2_13b_tp4_pp2,llama2_13b_zero3 cluster=a100_80g_x8
+    python -m planner --search model=llama2_13b precision=bf16 data=mock cluster=a100_80g_x8 train.global_batch=1024
+      --search        every legal layout on the whole cluster, ranked; the best as overrides
       --explain       the arithmetic: constants, kernels, messages
       --trace FILE    the simulated step for chrome://tracing or ui.perfetto.dev
       --json          everything as JSON
@@ -28,6 +30,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         prog="python -m planner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("-m", "--multirun", action="store_true", help="every combination of what commas separate")
+    parser.add_argument("--search", action="store_true", help="rank every legal layout on the whole cluster")
     parser.add_argument("--explain", action="store_true", help="show the arithmetic")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the simulated step as a Chrome trace")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -37,6 +40,22 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if unknown:
         parser.error(f"{unknown[0]} is no flag of the planner")
     return flags, words
+
+
+def searched(cfg, words: list[str], flags: argparse.Namespace) -> int:
+    """Search and print; the exit code: 1 when no layout fits."""
+    from planner import report, search
+
+    if cfg.cluster.devices_per_node is None:
+        return tell(["a search needs a cluster: choose cluster=..., see conf/cluster/."], REFUSED_HEADLINE)
+    found = search.search(cfg, words, progress=report.progress)
+    if flags.json:
+        print(json.dumps([{"words": f.layout.words(), "margin": f.margin, "speed": f.speed} for f in found], indent=1))
+    else:
+        print(report.ranking(cfg, found))
+        if found:
+            print("next: python -m planner " + " ".join([*words, *found[0].layout.words()]))
+    return 0 if found else 1
 
 
 def main(argv: list[str]) -> int:
@@ -52,6 +71,8 @@ def main(argv: list[str]) -> int:
     from parallel import quiet
 
     quiet.libraries()
+    if flags.search:
+        return searched(cfgs[0], words, flags)
     from planner import chrome, explain, plan, report
 
     plans = []

@@ -63,9 +63,15 @@ def axes() -> dict[frozenset, str]:
 def axis_of() -> callable:
     """A function from a process group to its axis, None for a group of one; made in this world."""
     table = axes()
-    return lambda group: table.get(
-        frozenset(dist.get_process_group_ranks(group)), "other" if group.size() > 1 else None
-    )
+    known: dict[str, str | None] = {}
+
+    def axis(group) -> str | None:
+        if group.group_name not in known:
+            other = "other" if group.size() > 1 else None
+            known[group.group_name] = table.get(frozenset(dist.get_process_group_ranks(group)), other)
+        return known[group.group_name]
+
+    return axis
 
 
 @contextlib.contextmanager

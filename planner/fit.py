@@ -4,6 +4,7 @@ import math
 import statistics
 
 from planner import device as devices
+from planner import published
 
 # Constant, and the values it is tried at: shares of a sheet figure, times, GiB.
 GRID = {
@@ -55,8 +56,8 @@ def _speed(cases: list, values: dict[str, float]) -> float:
 
 def _memory(cases: list, values: dict[str, float]) -> float:
     """Share of rows of which it is said wrongly whether they fit, each source weighed alike."""
-    by_source: dict[str, list[bool]] = {}
-    for case in cases:
+    by_source: dict[str, list[bool]] = {"none": [False]}
+    for case in (case for case in cases if case.row.source in published.MEMORY):
         planned = case.plan(devices.with_constants(devices.of(case.cfg.cluster), **values))
         by_source.setdefault(case.row.source, []).append(planned.fits == case.row.oom)
     return statistics.mean(statistics.mean(part) for part in by_source.values())

@@ -101,14 +101,14 @@ def of(cfg, device: devices.Device | None = None, price: float | None = None, na
     return combine(cfg, profiles(cfg), device or devices.of(cfg.cluster), price, name)
 
 
-def profiles(cfg, ends: bool = False) -> list[profile.Profile]:
+def profiles(cfg, ends: bool = False, speed_only: bool = False) -> list[profile.Profile]:
     """One profile for each pipeline stage: dry runs of the first, the second and the last; the rest are as the second.
 
     `ends` leaves the second out, which is as the first but for the input embedding.
     """
     pp = cfg.parallel.pp
     inner = 0 if ends else min(1, pp - 1)
-    found = {stage: profile.of(cfg, stage) for stage in {0, inner, pp - 1}}
+    found = {stage: profile.of(cfg, stage, speed_only) for stage in {0, inner, pp - 1}}
     return [found[stage] if stage in found else found[inner] for stage in range(pp)]
 
 

@@ -74,20 +74,27 @@ def micro_batches(cfg) -> int:
     return cfg.train.global_batch // (cfg.train.micro_batch * cfg.parallel.dp)
 
 
-def of(cfg, stage: int) -> Profile:
-    """Profile the first rank of pipeline stage `stage`."""
+def of(cfg, stage: int, speed_only: bool = False) -> Profile:
+    """Profile the first rank of pipeline stage `stage`.
+
+    `speed_only` runs as little as tells kernels and messages, several times faster; what it says of memory is no use.
+    """
     p = cfg.parallel
     number, count = fake_world.coordinates(cfg, stage), enough_micro_batches(cfg, stage)
     deep = cfg.model.layers // (p.pp * p.vpp)
-    short = shallow(cfg)
+    short = 1 if speed_only else shallow(cfg)
+    if speed_only:
+        count = p.pp if p.vpp > 1 else 1
     if deep <= short + 1:
-        segments = dry_run.rank(cfg, number, count).segments
+        segments = dry_run.rank(cfg, number, count, not speed_only).segments
         parts = {name: _whole(segment) for name, segment in segments.items()}
         kept = state(segments)
     else:
-        less, more = (dry_run.rank(_with_layers(cfg, n), number, count).segments for n in (short, short + 1))
+        less, more = (
+            dry_run.rank(_with_layers(cfg, n), number, count, not speed_only).segments for n in (short, short + 1)
+        )
         beyond = deep - short - 1
-        parts = {name: _line(name, less[name], more[name], beyond) for name in more}
+        parts = {name: line(name, less[name], more[name], beyond) for name in more}
         low, high = state(less), state(more)
         kept = {kind: round(_at(low[kind], high[kind], beyond)) for kind in high}
     parts.pop("end", None)
@@ -134,7 +141,8 @@ def _whole(segment: Segment) -> Part:
     return Part(dict(segment.ops), _sent(segment), segment.peak, segment.kinds)
 
 
-def _line(name: str, short: Segment, long: Segment, beyond: int) -> Part:
+def line(name: str, short: Segment, long: Segment, beyond: int) -> Part:
+    """A segment with `beyond` layers more than `long` has, on the line through both."""
     ops = {op: _at(short.ops[op], long.ops[op], beyond) for op in short.ops.keys() | long.ops.keys()}
     low, high = _sent(short), _sent(long)
     zero = (0, 0)

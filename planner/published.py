@@ -16,6 +16,8 @@ NETWORK = {
     ("fms", "H100"): 12.5,  # 800 Gb/s a node
     ("intern", "A100"): 6.25,  # 4 x 100 Gb/s a node
 }
+# Sources that list memory or failed runs, in a way that this program can repeat.
+MEMORY = ("aa", "zb")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """A plan in words and tables."""
 
+import sys
+
 from planner.plan import GIB, Plan
 from tracking.console import duration
 
@@ -82,6 +84,27 @@ def table(plans: list[Plan]) -> str:
             + f"{plan.margin / GIB:14.1f}  {plan.name}: {plan.layout}"
         )
     return "\n".join(rows)
+
+
+def ranking(cfg, found: list, most: int = 12) -> str:
+    """The best layouts of a search; those in front were planned whole, the others put together from pieces."""
+    if not found:
+        return (
+            f"No layout of {cfg.model.name} fits cluster={cfg.cluster.name}: take more cluster.nodes or larger devices."
+        )
+    rows = [f"{'tokens/s/device':>16}{'GiB to spare':>14}  layout ({len(found)} fit)"]
+    for one in found[:most]:
+        words = " ".join(word.removeprefix("parallel.") for word in one.layout.words())
+        rows.append(
+            f"{one.speed:16,.0f}{one.margin / GIB:14.1f}  {words}{'' if one.whole else '   (not planned whole)'}"
+        )
+    return "\n".join(rows)
+
+
+def progress(done: int) -> None:
+    """One line on a terminal that counts dry runs."""
+    if sys.stderr.isatty():
+        print(f"\r{done} dry runs", end="", file=sys.stderr, flush=True)
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -99,7 +99,7 @@ def of(cfg, device: Device, profiles: list[Profile], m: int) -> StepTime:
     backward = [[one.total for one in cache[id(profile)][1]] for profile in profiles]
     busiest = max(range(p.pp), key=lambda stage: sum(forward[stage]) + sum(backward[stage]))
     both = [one for kind in cache[id(profiles[busiest])] for one in kind]
-    send = _send_s(cfg, timer)
+    send = send_s(cfg, timer)
     total, events = pipeline.step_s(p.pp, p.vpp, m, forward, backward, send)
     ideal = total if not send else pipeline.step_s(p.pp, p.vpp, m, forward, backward, 0.0)[0]
     busy = m * sum(one.total for one in both)
@@ -115,7 +115,7 @@ def of(cfg, device: Device, profiles: list[Profile], m: int) -> StepTime:
     return step
 
 
-def _send_s(cfg, timer: Timer) -> float:
+def send_s(cfg, timer: Timer) -> float:
     """Passing one micro-batch's hidden states to the next stage."""
     p, t = cfg.parallel, cfg.train
     if p.pp == 1:

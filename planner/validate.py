@@ -57,7 +57,8 @@ def _profiles(cfg, row: published.Row, folder: Path | None) -> list:
     file = folder and folder / (hashlib.sha256(" ".join(words).encode()).hexdigest()[:16] + ".pickle")
     if file and file.exists():
         return pickle.loads(file.read_bytes())
-    found = plan.profiles(cfg, ends=True)
+    # Of most sources only the speed is judged: they list neither memory nor failed runs.
+    found = plan.profiles(cfg, ends=True, speed_only=row.source not in published.MEMORY)
     if file:
         folder.mkdir(parents=True, exist_ok=True)
         file.write_bytes(pickle.dumps(found))
@@ -69,8 +70,9 @@ def judge(found: list[Case], device_of) -> dict:
     plans = [(case.row, case.plan(device_of(case))) for case in found]
     speed = [p.tokens_per_s_per_device / r.tokens_per_s_per_device - 1 for r, p in plans if not r.oom]
     memory = [(p.has - p.margin) / plan.GIB / r.peak_gib - 1 for r, p in plans if r.peak_gib]
-    called = [p.fits != r.oom for r, p in plans]
-    missed, alarms = sum(r.oom and p.fits for r, p in plans), sum(not r.oom and not p.fits for r, p in plans)
+    sized = [(r, p) for r, p in plans if r.source in published.MEMORY]
+    called = [p.fits != r.oom for r, p in sized]
+    missed, alarms = sum(r.oom and p.fits for r, p in sized), sum(not r.oom and not p.fits for r, p in sized)
     right = total = 0
     for (r, p), (other, q) in combinations([(r, p) for r, p in plans if not r.oom], 2):
         apart = r.tokens_per_s_per_device / other.tokens_per_s_per_device
