@@ -173,6 +173,9 @@ def main(words: list[str]) -> int:
     except BadData as problem:
         print(f"Nothing was written: {problem}", file=sys.stderr)
         return 2
+    except OSError as error:  # of reading text there is none left
+        print(f"Nothing was written: output={o.output} cannot be written: {error.strerror}.", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("Stopped; nothing was written.", file=sys.stderr)
         return 128 + signal.SIGINT
