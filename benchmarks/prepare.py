@@ -7,6 +7,9 @@ The text is Python source that lies on this machine, a file a document, as JSONL
 already, on all cores with its own threads, its result thrown away. data.prepare reads and parses the file, tokenizes,
 adds ends of documents, writes both files and syncs them to the disk; what it does before (imports, starting its
 workers) is shown apart. The two alternate, each in a process of its own; medians go to benchmarks/results/prepare.json.
+
+Besides the speed there is the ratio of processor time for the same text, that of starting the workers included: it says
+what the speed would be on a quiet machine when this one is not.
 """
 
 import json
@@ -33,16 +36,20 @@ for line in open(sys.argv[2]):
     batches[-1].append(text)
     if size > int(sys.argv[3]):
         batches, size = [*batches, []], 0
-began = time.perf_counter()
+began, used = time.perf_counter(), time.process_time()
 tokens = sum(len(found) for batch in batches
              for found in library.encode_batch_fast(batch, add_special_tokens=False))
-print(json.dumps({"seconds": time.perf_counter() - began, "tokens": tokens, "text_bytes": total}))
+seconds, used = time.perf_counter() - began, time.process_time() - used
+print(json.dumps({"seconds": seconds, "cpu_s": used, "tokens": tokens, "text_bytes": total}))
 """
 OURS = """
-import json, sys
+import json, os, sys
 from data.prepare import options, prepare
 if __name__ == "__main__":
-    print(json.dumps(prepare(options(sys.argv[1:]))))
+    import megatron.core.datasets.indexed_dataset
+    before = sum(os.times()[:4])
+    found = prepare(options(sys.argv[1:]))
+    print(json.dumps(found | {"cpu_s": sum(os.times()[:4]) - before}))
 """
 
 
@@ -57,7 +64,7 @@ def main(words: list[str]) -> None:
         texts = list(_texts(asked["mb"] * 10**6))
         corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         bpe.train([texts[: len(texts) // 8]], 8192, tokenizer)
-        alone, ours, starts = [], [], []
+        alone, ours, starts, cpu = [], [], [], []
         for number in range(asked["rounds"]):
             library = _run(ALONE, tokenizer, corpus, BATCH)
             words = [f"input={corpus}", f"tokenizer={tokenizer}", f"output={folder}/out", "overwrite=true"]
@@ -67,6 +74,7 @@ def main(words: list[str]) -> None:
             assert prepared["tokens"] == library["tokens"] + prepared["documents"], "not the same tokens"
             alone.append(library["text_bytes"] / library["seconds"] / 1e6)
             ours.append(prepared["text_bytes"] / prepared["seconds"] / 1e6)
+            cpu.append(library["cpu_s"] / prepared["cpu_s"])
             print(f"round {number + 1}: alone {alone[-1]:.2f} MB/s, data.prepare {ours[-1]:.2f} MB/s", flush=True)
     ratios = [a / b for a, b in zip(ours, alone, strict=True)]
     found = {
@@ -78,6 +86,8 @@ def main(words: list[str]) -> None:
         "prepare_mb_s": statistics.median(ours),
         "ratio": statistics.median(ratios),
         "ratios": ratios,
+        "cpu_ratio": statistics.median(cpu),
+        "load": os.getloadavg()[0],
         "start_s": statistics.median(starts),
         "versions": result.versions() | prepared["versions"],
         "git_commit": result.git_commit(),
@@ -85,6 +95,7 @@ def main(words: list[str]) -> None:
     print(f"library alone  {found['alone_mb_s']:6.2f} MB/s (median of {len(alone)}, {found['cores']} cores)")
     print(f"data.prepare   {found['prepare_mb_s']:6.2f} MB/s, after {found['start_s']:.1f} s of starting")
     print(f"ratio          {found['ratio']:6.2f} (median; {min(ratios):.2f} to {max(ratios):.2f})")
+    print(f"by CPU time    {found['cpu_ratio']:6.2f} (median; {min(cpu):.2f} to {max(cpu):.2f})")
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps(found, indent=2) + "\n")
     print(f"written to {RESULT.relative_to(ROOT)}")
