@@ -42,6 +42,8 @@ class Device:
     unfused: float = 1.0
     # Share of the smaller of communication and computation that overlap cannot hide: they share memory and processors.
     overlap_loss: float = 0.1
+    # Bandwidth between device and host memory, one way, in GB/s: PCIe 4.0 or 5.0 with 16 lanes, four fifths of it.
+    host_gb_s: float = 50.0
     # GiB taken before the first tensor: CUDA's context and kernels (0.5-1.6 GiB measured) and NCCL's buffers.
     context_gib: float = 2.0
     # What the allocator reserves over what is allocated at the peak (fitted).
@@ -49,7 +51,7 @@ class Device:
 
 
 DEVICES = (
-    Device("A100", 108, 0.87, 0.60, 0.50, 0.80, 4e-6, 0.78, 0.80),
+    Device("A100", 108, 0.87, 0.60, 0.50, 0.80, 4e-6, 0.78, 0.80, host_gb_s=25.0),
     Device("H100", 132, 0.80, 0.45, 0.40, 0.80, 4e-6, 0.82, 0.80),
     Device("H200", 132, 0.80, 0.45, 0.40, 0.80, 4e-6, 0.82, 0.80),
     Device("B200", 148, 0.776, 0.45, 0.40, 0.80, 4e-6, 0.82, 0.80),

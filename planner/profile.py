@@ -49,8 +49,17 @@ class Profile:
     stage: int
     parts: dict[str, Part]
     micro_batches: int
-    # Bytes of model state by kind.
+    # Bytes of model state by kind, on the device.
     state: dict[str, int]
+    # Bytes of model state in host memory.
+    in_host: int = 0
+
+    def to_host(self, kind: str) -> None:
+        """Bytes of `kind` are in host memory, where a dry run, which has one memory, does not put them."""
+        self.in_host = self.state.pop(kind, 0)
+        for part in self.parts.values():
+            part.peak -= self.in_host
+            part.kinds.pop(kind, None)
 
     @property
     def peak(self) -> tuple[str, Part]:
@@ -102,7 +111,10 @@ def of(cfg, stage: int, speed_only: bool = False) -> Profile:
     tokens = (micro_batches(cfg) - count) * cfg.train.micro_batch * (cfg.train.seq_len + 1) * 8
     for part in parts.values():
         part.peak += tokens
-    return Profile(number, stage, parts, count, kept)
+    found = Profile(number, stage, parts, count, kept)
+    if cfg.parallel.offload == "optimizer" and cfg.launch.device == "cuda":
+        found.to_host("moments")
+    return found
 
 
 def _with_layers(cfg, per_chunk: int):

@@ -9,7 +9,7 @@ from tracking.console import duration
 REMEDIES = {
     "activations": "parallel.recompute=full or a smaller train.micro_batch",
     "temporary": "a smaller train.micro_batch or more parallel.tp",
-    "moments": "parallel.zero=1 with more data-parallel devices, or more parallel.tp or pp",
+    "moments": "parallel.offload=optimizer, parallel.zero=1 with more data-parallel devices, or more parallel.tp or pp",
     "master weights": "parallel.zero=1 with more data-parallel devices, or more parallel.tp or pp",
     "gradients": "parallel.zero=2, or more parallel.tp or pp",
     "parameters": "parallel.zero=3, or more parallel.tp or pp",
@@ -49,7 +49,7 @@ def speed(plan: Plan) -> list[str]:
     """Step time and its parts, throughput, the whole run."""
     step, total = plan.step, plan.step.total
     parts = [("compute", step.compute), *((f"waiting for {axis}", s) for axis, s in step.exposed.items())]
-    parts += [("bubble", step.bubble), ("optimizer", step.optimizer)]
+    parts += [("bubble", step.bubble), ("optimizer", step.optimizer), ("offload", step.offload)]
     listed = ", ".join(f"{name} {seconds / total:.1%}" for name, seconds in parts if seconds > 0.0005 * total)
     hidden = "".join(f"; hidden behind computation: {axis} {s:.3g} s" for axis, s in step.hidden.items())
     rules = ", ".join(

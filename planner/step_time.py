@@ -35,6 +35,8 @@ class StepTime:
     exposed: dict[str, float] = field(default_factory=dict)
     bubble: float = 0.0
     optimizer: float = 0.0
+    # Fetching what is kept in host memory, and taking it back.
+    offload: float = 0.0
     # Messages that overlap hides, by axis.
     hidden: dict[str, float] = field(default_factory=dict)
     events: list[pipeline.Event] = field(default_factory=list, repr=False)
@@ -42,7 +44,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """The whole step."""
-        return self.compute + sum(self.exposed.values()) + self.bubble + self.optimizer
+        return self.compute + sum(self.exposed.values()) + self.bubble + self.optimizer + self.offload
 
     def plain(self) -> dict:
         """As plain values, without the events."""
@@ -111,6 +113,7 @@ def of(cfg, device: Device, profiles: list[Profile], m: int) -> StepTime:
     _reduce(cfg, timer, profile, step, sum(backward[busiest]), sum(forward[busiest]))
     own = profile.parts["optimizer"]
     step.optimizer = timer.kernels(own) + timer.kernels(profile.parts["zero"]) + timer.messages(own, "all")
+    step.offload = 2 * profile.in_host / (device.host_gb_s * 1e9)
     step.exposed = {axis: seconds for axis, seconds in step.exposed.items() if seconds}
     return step
 

@@ -76,7 +76,7 @@ def test_mfu_names_its_peak_and_both_rules(planned):
 
 def test_the_parts_of_a_step_add_up(planned):
     step = planned["13b"]["step"]
-    parts = step["compute"] + step["bubble"] + step["optimizer"] + sum(step["exposed"].values())
+    parts = step["compute"] + step["bubble"] + step["optimizer"] + step["offload"] + sum(step["exposed"].values())
     assert parts == pytest.approx(step["total"])
 
 
