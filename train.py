@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from parallel import memory, rank_process
+from parallel import rank_process
 from parallel.attach import attach, attached, complete
 from parallel.compose import command_line, tell
 from parallel.frozen import load
@@ -32,8 +32,10 @@ def start(run_dir: Path, frozen) -> int:
         return tell([str(problem)])
     except launch.JobFailed as failure:
         print(f"\n{failure.status}: {failure}", file=sys.stderr)
-        if failure.status == "oom":
-            print(memory.advice(frozen.cfg), file=sys.stderr)
+        if failure.known:
+            print(f"why: {failure.known.sentence}", file=sys.stderr)
+        if failure.known and failure.known.advice:
+            print(f"try: {failure.known.advice}", file=sys.stderr)
         return 1
     return 0
 
@@ -57,6 +59,8 @@ def rank(run_dir: Path) -> None:
     from parallel import checkpoint_weights, facts, groups, wrap
     from parallel.checkpoint import Checkpoints
     from precision import peak, setup
+    from precision.nonfinite import Doctor
+    from tracking.growth import Growth
     from tracking.metrics import Meter, validation
 
     # Device and process groups, model, data parallelism, optimizer, data.
@@ -103,6 +107,8 @@ def rank(run_dir: Path) -> None:
     }
     heartbeat.beat("check")
     check = None if done else expected.check(cfg, chunks, dp_rank, dp_size)
+    doctor = Doctor(cfg, run_dir, chunks, optimizer, checkpoints)
+    growth = Growth(run_dir, number, facts.room_bytes)
 
     def evaluating(batch: int) -> None:
         heartbeat.beat(f"evaluation, batch {batch}")
@@ -115,28 +121,43 @@ def rank(run_dir: Path) -> None:
         if not done:
             tracker.log(0, validation(loss.evaluate(chunks, held_out, cfg.train, evaluating)))
 
-        for step in range(done + 1, cfg.train.steps + 1):
+        step = done
+        while step < cfg.train.steps:
+            step += 1
             heartbeat.beat(f"step {step}")
             began = time.perf_counter()
             micro_batches = batches.step(step - 1)
             waited = time.perf_counter() - began
+            doctor.take(step, micro_batches)
+            heartbeat.beat(f"step {step}, computing")
 
             schedule.step(1)
             for chunk in chunks:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
             scale = optimizer.get_loss_scale().item()
-            train_loss = loss.run(chunks, micro_batches, cfg.train, backward=True)
-            if not math.isfinite(train_loss):
-                tracker.log(step, {"tokens": step * tokens_per_step, "train/loss": train_loss})
-                raise FloatingPointError(f"the loss is {train_loss} in step {step}, before the update")
-            update = clipper.step()
+            lr, train_loss, update = optimizer.param_groups[0]["lr"], math.nan, clip.LEFT_OUT
+            if step not in doctor.left_out:
+                train_loss = loss.run(chunks, micro_batches, cfg.train, backward=True)
+                if math.isfinite(train_loss):
+                    update = clipper.step()
+                if seen := doctor.finds(train_loss, update, lr, scale):
+                    heartbeat.beat(f"step {step}, looking for the first bad tensor")
+                    if cfg.train.on_nan == "stop":
+                        last = {"train/loss": train_loss, "grad/norm": update.grad_norm}
+                        tracker.log(step, {"tokens": step * tokens_per_step} | last)
+                    tracker.not_finite(step, seen)
+                    done = doctor.treat(seen)  # or the run ends here
+                    if done < step:
+                        tracker.rolled_back(done)
+                        step = done
+                        continue
 
             raw = dict(
                 step=step,
                 tokens=step * tokens_per_step,
                 loss=train_loss,
-                lr=optimizer.param_groups[0]["lr"],
+                lr=lr,
                 grad_norm=update.grad_norm,
                 clip_coef=update.clip_coef,
                 clipped=update.clip_coef < 1.0,
@@ -144,11 +165,15 @@ def rank(run_dir: Path) -> None:
                 clip_threshold=update.threshold,
                 skipped=update.skipped,
                 spike=update.spike,
+                left_out=doctor.left_out,
+                rollbacks=doctor.rollbacks,
                 step_s=time.perf_counter() - began,
                 data_wait_s=waited,
                 peak_gib=facts.peak_gib(),
             )
             tracker.log(step, meter.step(raw))
+            if grows := growth.add(step, facts.held_bytes(), cfg.train.steps):
+                tracker.warn(grows)
             if step % cfg.train.eval_every == 0 or step == cfg.train.steps:
                 tracker.log(step, validation(loss.evaluate(chunks, held_out, cfg.train, evaluating)))
             heartbeat.beat(f"checkpoint after step {step}")

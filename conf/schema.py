@@ -135,6 +135,14 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class OnNan(StrEnum):
+    """What becomes of a run whose loss or gradient is not finite."""
+
+    stop = "stop"
+    skip = "skip"
+    rollback = "rollback"
+
+
 class LaunchKind(StrEnum):
     """What starts the ranks: this machine, or srun on the nodes of the SLURM allocation this is run in."""
 
@@ -177,6 +185,11 @@ class Train:
     eval_sequences: int | str = MISSING
     # Seconds after which a run is stopped and recorded as `timeout`; null for never.
     timeout_s: float | None = None
+    # When loss or gradient is not finite: `stop` ends the run as `nan`; `skip` leaves the step's update out; `rollback`
+    # goes back to the last checkpoint and leaves the step's batch out. Each names the first bad tensor in doctor/.
+    on_nan: OnNan = MISSING
+    # Steps that on_nan may leave out in a run; at the next one the run ends as `nan`.
+    nan_limit: int = MISSING
     # Tokens of sample text generated at the end; 0 for none.
     sample_length: int = MISSING
     # FLOP rule behind perf/tflops_per_device and perf/mfu.
@@ -438,6 +451,8 @@ class Launch:
     kind: LaunchKind = MISSING
     # What they compute on.
     device: Device = MISSING
+    # Seconds that a rank waits for others in a collective before the run ends as `timeout` and names who is missing.
+    collective_timeout_s: float = 1800.0
     # Points of a sweep that run at the same time, each on its own GPUs; says nothing about a point.
     parallel_points: int = 1
 

@@ -22,7 +22,8 @@ from parallel.checkpoint_state import local
 class Update:
     """What happened in one optimizer step."""
 
-    # Global gradient norm before clipping; NaN when the loss scaler found an overflow.
+    # Global gradient norm before clipping; NaN when the loss scaler found an overflow. When it is not finite, the
+    # weights were left alone.
     grad_norm: float
     # Global norm after clipping over that before, at most 1.
     clip_coef: float
@@ -32,6 +33,10 @@ class Update:
     spike: bool | None = None
     # Bound on the global norm in this step, None where there is none.
     threshold: float | None = None
+
+
+# A step whose gradient is not used.
+LEFT_OUT = Update(grad_norm=math.nan, clip_coef=1.0, skipped=False)
 
 
 def coefficient(threshold: float | None, grad_norm: float) -> float:
@@ -56,9 +61,10 @@ class Clipper:
         if self.optimizer.prepare_grads():
             return Update(grad_norm=math.nan, clip_coef=1.0, skipped=True)
         norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):  # the weights are left alone; precision.nonfinite says what becomes of the step
+            return Update(grad_norm=norm, clip_coef=1.0, skipped=False)
         spike = self._is_spike(norm)
-        if math.isfinite(norm):
-            self.norms.append(norm)
+        self.norms.append(norm)
         threshold = self._threshold()
         coef = 1.0 if spike else self._clip(norm, threshold)
         if not spike:
@@ -84,7 +90,7 @@ class Clipper:
 
     @torch.no_grad()
     def _clip(self, norm: float, threshold: float | None) -> float:
-        if self.clip.kind is ClipKind.none or not math.isfinite(norm):
+        if self.clip.kind is ClipKind.none:
             return 1.0
         if threshold is not None:
             coef = coefficient(threshold, norm)

@@ -60,11 +60,13 @@ def attach(argv: list[str]) -> Path:
 
 def complete(run_dir: Path, error: BaseException) -> None:
     """Write result.json for a run that ends with `error` in rank 0 before anybody keeps its metrics."""
+    from parallel.explain import explain
     from tracking import result
     from tracking.tracker import outcome_of
 
     if os.environ["RANK"] == "0" and not result.load(run_dir):
-        result.complete(run_dir, *outcome_of(error))
+        status, cause = outcome_of(error)
+        result.complete(run_dir, status, cause, explain(status, cause or "", frozen.load(run_dir).cfg, run_dir))
 
 
 def _adopt_slurm() -> None:
@@ -160,7 +162,7 @@ def _why_stopped(run_dir: Path, limit: float | None, until: float, watch: heartb
         return "timeout", f"not finished after train.timeout_s={limit:g}; {watch.positions()}"
     errors = {int(path.name[4:].split(".")[0]): path for path in (run_dir / "ranks").glob("rank*.error.json")}
     ended = [failure.Ended(rank, 1, path.stat().st_mtime) for rank, path in errors.items()]
-    found = failure.first_cause(ended, run_dir / "ranks", None) if ended else None
+    found = failure.first_cause(ended, run_dir / "ranks", None, watch.positions()) if ended else None
     return (found.status, found.line) if found else None
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -40,6 +41,14 @@ class Checkpoints:
             if wanted:
                 self.notes = {"resumed": "no: checkpoint.resume=auto found no checkpoint in this run's folder"}
             return 0
+        return self._load(found)
+
+    def roll_back(self) -> Iterator[int]:
+        """Load the checkpoints in this run's own folder again, the newest first; the steps that are done in each."""
+        for found in reversed(of_first_rank(lambda: files.complete(self.run_dir / files.FOLDER))):
+            yield self._load(found)
+
+    def _load(self, found: Path) -> int:
         about = files.read_about(found)
         if unfit := checkpoint_rules.unfit(found, about, self.cfg):
             raise BadCheckpoint(" ".join(unfit))
@@ -56,6 +65,7 @@ class Checkpoints:
         state.install_masters(self.chunks, self.optimizer, self.cfg.parallel.zero)
         if about["loss_scale"] is not None:
             state.set_loss_scale(self.optimizer, about["loss_scale"])
+        self.clipper.norms.clear()
         self.clipper.norms.extend(about.get("recent_norms", []))
         self.schedule.num_steps = about["step"]  # the rest of it is a function of the configuration
         self.notes = {"resumed": "after " + self._told(found, about, same_layout)}

@@ -95,6 +95,20 @@ def peak_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+def held_bytes() -> int:
+    """Memory that this rank holds now: of the GPU's allocator, or on a CPU of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated()
+    return host.resident()
+
+
+def room_bytes() -> int:
+    """How much more this rank could get."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return host.memory()[1]
+
+
 def tracker(frozen, run_dir, known: dict, done: int = 0):
     """The tracker on the rank that logs, which is the first one; elsewhere one that does nothing."""
     from tracking.silent import Silent

@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel.rank_process import lost_peers
+from parallel.rank_process import lost_peers, waited_in_vain
 
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|can't allocate memory|Cannot allocate memory")
 _NOT_FINITE = re.compile(r"^FloatingPointError")
@@ -43,11 +43,14 @@ def oom_kills() -> int | None:
     return int(found.group(1)) if found else None
 
 
-def first_cause(ended: list[Ended], ranks_dir: Path, oom_kills_before: int | None) -> Cause:
+def first_cause(
+    ended: list[Ended], ranks_dir: Path, oom_kills_before: int | None, standing: str | None = None
+) -> Cause:
     """Choose among the ranks that failed: own errors before those caused by a peer's end, then the earliest.
 
     ended: ranks with a non-zero exit code that were not stopped by us. ranks_dir: holds `rank<N>.log` and
-    `rank<N>.error.json`. oom_kills_before: `oom_kills()` when the run started.
+    `rank<N>.error.json`. oom_kills_before: `oom_kills()` when the run started. standing: where every rank stood when
+    the first failed (parallel.heartbeat.Watch.positions), for a collective that waited in vain.
     """
     found = []
     for end in ended:
@@ -60,7 +63,13 @@ def first_cause(ended: list[Ended], ranks_dir: Path, oom_kills_before: int | Non
     if end.code == -signal.SIGKILL:
         status, message = _killed(oom_kills_before, end.out_of_memory)
     log = ranks_dir / f"rank{end.rank}.log"
-    return Cause(status, f"rank {end.rank}: {_one_line(message)} (log: {short(log)})")
+    if waited_in_vain(message) and standing:
+        # The one that complains did come; the cause lies with the one that is behind.
+        line = f"a collective waited in vain: {standing}; rank {end.rank} gave up: {_one_line(message)}"
+        return Cause("timeout", f"{line} (log: {short(log)})")
+    # All ranks say the same then, and name the rank themselves.
+    who = "" if status == "nan" and " on rank " in message else f"rank {end.rank}: "
+    return Cause(status, f"{who}{_one_line(message)} (log: {short(log)})")
 
 
 def _recorded(file: Path) -> tuple[str | None, float]:

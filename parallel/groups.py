@@ -20,7 +20,7 @@ def start(cfg: Config) -> torch.device:
     device = _device(cfg)
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
-        timeout=datetime.timedelta(minutes=30),
+        timeout=datetime.timedelta(seconds=cfg.launch.collective_timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
     grid(cfg)
@@ -39,6 +39,7 @@ def grid(cfg: Config) -> None:
         virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
         context_parallel_size=p.cp,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=cfg.launch.collective_timeout_s / 60,
     )
     model_parallel_cuda_manual_seed(cfg.train.seed)
 

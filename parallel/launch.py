@@ -14,6 +14,7 @@ from pathlib import Path
 
 from conf.schema import LaunchKind
 from parallel import environment, rank_process, slurm, srun
+from parallel.explain import Explanation, explain
 from parallel.failure import first_cause, oom_kills
 from parallel.heartbeat import LOOK_S, Watch
 from parallel.ranks import Ranks
@@ -25,11 +26,14 @@ _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class JobFailed(Exception):
-    """The run failed by itself. `str()` is the first cause in one line; `status` is failed, oom, nan or timeout."""
+    """The run failed by itself. `str()` is the first cause in one line; `status` is failed, oom, nan or timeout.
 
-    def __init__(self, cause: str, status: str):
+    `known` is what parallel.explain says about it, None when it is no known failure.
+    """
+
+    def __init__(self, cause: str, status: str, known: Explanation | None = None):
         super().__init__(cause)
-        self.status = status
+        self.status, self.known = status, known
 
 
 def run(run_dir: str | Path, frozen, entry: list[str] | None = None) -> None:
@@ -61,6 +65,7 @@ def run(run_dir: str | Path, frozen, entry: list[str] | None = None) -> None:
             env = environment.rank_environment(frozen.cfg, frozen.world_size, local, cores)
             ranks.start(entry, frozen.world_size, env)
             late = _wait(ranks, watch, signals, frozen.cfg.train.timeout_s)
+            standing = _standing(ranks, watch) if ranks.failed else None
             asked = signals.first  # a signal that comes later finds a run that has ended by itself
         finally:
             # Ranks that write checkpoints end with one, unless they wait for a rank that is gone.
@@ -72,16 +77,23 @@ def run(run_dir: str | Path, frozen, entry: list[str] | None = None) -> None:
     elif late is not None:
         status, cause = "timeout", f"not finished after train.timeout_s={frozen.cfg.train.timeout_s:g}; {late}"
     elif ranks.failed:
-        found = first_cause(ranks.failed, run_dir / "ranks", kills)
+        found = first_cause(ranks.failed, run_dir / "ranks", kills, standing)
         status, cause = found.status, found.line
+    known = status and explain(status, cause, frozen.cfg, run_dir)
     if status:
-        result.complete(run_dir, status, cause)
+        result.complete(run_dir, status, cause, known)
         if problem := wandb_close.close(run_dir):
             print(problem, file=sys.stderr)
     if signals.first:
         raise KeyboardInterrupt if signals.first == signal.SIGINT else SystemExit(128 + signals.first)
     if status:
-        raise JobFailed(cause, status)
+        raise JobFailed(cause, status, known)
+
+
+def _standing(ranks: Ranks, watch: Watch) -> str:
+    """Where each rank stands when the first has failed: what it waited for may be a rank that is still there."""
+    watch.look()
+    return watch.positions(ranks.places())
 
 
 def _wait(ranks: Ranks, watch: Watch, signals: "_Signals", timeout_s: float | None) -> str | None:

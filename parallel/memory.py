@@ -52,7 +52,7 @@ def problems(cfg, trains: bool = True) -> list[str]:
     ]
 
 
-def advice(cfg) -> str:
+def tries(cfg) -> list[str]:
     """The overrides that lower memory most for the least change, nearest first."""
     p, t, tries = cfg.parallel, cfg.train, []
     if t.micro_batch > 1:
@@ -65,4 +65,4 @@ def advice(cfg) -> str:
         tries.append("parallel.offload=optimizer")
     if not tries:
         tries.append(f"parallel.tp={2 * p.tp}")
-    return "out of memory: try " + ", then ".join(tries)
+    return tries

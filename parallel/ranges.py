@@ -34,6 +34,7 @@ RANGES = {
     "train.log_every": FROM_ONE,
     "train.eval_every": FROM_ONE,
     "train.timeout_s": ABOVE_ZERO,
+    "train.nan_limit": FROM_ONE,
     "train.sample_length": FROM_ZERO,
     "model.layers": FROM_ONE,
     "model.hidden": FROM_ONE,
@@ -89,6 +90,7 @@ RANGES = {
     "cluster.network_gb_s": ABOVE_ZERO,
     "cluster.devices_per_node": FROM_ONE,
     "cluster.nodes": FROM_ONE,
+    "launch.collective_timeout_s": ABOVE_ZERO,
     "launch.parallel_points": FROM_ONE,
 }
 

@@ -38,6 +38,7 @@ _LOST_PEERS = re.compile(
     r"|failed to recv|sendBytes failed|watchdog caught collective|timed out waiting|wait timeout|stopped by)",
     re.IGNORECASE | re.DOTALL,
 )
+_IN_VAIN = re.compile(r"watchdog caught collective|timed out waiting|wait timeout", re.IGNORECASE)
 
 
 class Stopped(BaseException):
@@ -165,6 +166,11 @@ def log_to_file(run_dir: str | Path, rank: int) -> None:
 def lost_peers(message: str) -> bool:
     """Whether an error, as `Type: text`, says that another rank is gone or silent, so that the cause lies there."""
     return bool(_LOST_PEERS.search(message))
+
+
+def waited_in_vain(message: str) -> bool:
+    """Whether an error says that a collective took longer than it may: some rank did not come."""
+    return bool(_IN_VAIN.search(message))
 
 
 def record_in(path: Path) -> None:

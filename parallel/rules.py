@@ -30,7 +30,7 @@ def problems(cfg, gpus: int, world: int | None = None) -> list[str]:
     found += layouts.batch_problems(resolved) + layouts.device_problems(resolved, gpus, world)
     found += _precision(cfg.precision) + _attention(resolved) + data_rules.problems(cfg) + _tracking(cfg.tracking)
     found += update_rules.problems(resolved)
-    return found + checkpoint_rules.problems(cfg) + checkpoint_rules.weights_problems(cfg)
+    return found + checkpoint_rules.problems(cfg) + checkpoint_rules.weights_problems(cfg) + _rollback(cfg)
 
 
 def notes(cfg, gpus: int) -> list[str]:
@@ -62,6 +62,12 @@ def _length(train) -> list[str]:
             "add train.steps=null to go by tokens, or train.tokens=null to go by steps."
         )
     return found
+
+
+def _rollback(cfg) -> list[str]:
+    if cfg.train.on_nan == "rollback" and not cfg.checkpoint.every:
+        return ["train.on_nan=rollback needs checkpoints: add checkpoint.every=100, or take train.on_nan=skip."]
+    return []
 
 
 def _model(cfg) -> list[str]:

@@ -88,6 +88,8 @@ class Console:
         if (mfu := speed("perf/mfu")) is not None:
             parts.append(f"MFU {mfu:.0%} of {self.peak}")
         parts.append(f"clipped {metrics['grad/clip_fraction']:.0%}")
+        if metrics.get("train/left_out"):
+            parts.append(f"left out {metrics['train/left_out']}")
         if metrics["amp/skipped_steps"]:
             parts.append(f"skipped {metrics['amp/skipped_steps']}")
         if metrics.get("grad/skipped_spikes"):

@@ -23,6 +23,8 @@ METRICS = {
     "grad/skipped_spikes": "Steps so far left out because the norm jumped (clip.skip_above); absent when that is off.",
     "amp/loss_scale": "What the loss was multiplied with before the backward pass.",
     "amp/skipped_steps": "Steps so far whose update was skipped because the gradient overflowed.",
+    "train/left_out": "Steps so far that train.on_nan left out, loss or gradient not being finite; they have no loss.",
+    "train/rollbacks": "Times that train.on_nan=rollback went back to a checkpoint.",
     "perf/step_s": "Seconds for the step, waiting for data included, evaluation not.",
     "perf/tokens_per_s": "Tokens per second over all devices.",
     "perf/tokens_per_s_per_device": "Tokens per second and device.",
@@ -55,19 +57,19 @@ class Meter:
         self.flops_per_token, self.peak_tflops = flops_per_token, peak_tflops
         self.updates = self.clipped = self.skipped = self.spikes = 0
         self.timed_steps, self.timed_s, self.timed_wait_s = 0, 0.0, 0.0
-        self.first: tuple[int, float] | None = None
+        self.first_at: float | None = None
 
     def step(self, raw: dict) -> dict[str, float]:
         """Metrics of one step from its raw facts.
 
         `raw` has step (from 1), tokens (so far), loss, lr, grad_norm, clip_coef, clipped, loss_scale, skipped,
         step_s, data_wait_s, and peak_gib (None where the device does not count); it may have clip_threshold and spike
-        (both None where they mean nothing).
+        (both None where they mean nothing), left_out (the steps that are) and rollbacks.
         """
         self.skipped += raw["skipped"]
-        spike = raw.get("spike")
+        spike, left_out = raw.get("spike"), raw.get("left_out", ())
         self.spikes += bool(spike)
-        if not (raw["skipped"] or spike):
+        if not (raw["skipped"] or spike or raw["step"] in left_out):
             self.updates += 1
             self.clipped += raw["clipped"]
         metrics = {
@@ -80,25 +82,29 @@ class Meter:
             "grad/clip_fraction": self.clipped / max(self.updates, 1),
             "amp/loss_scale": raw["loss_scale"],
             "amp/skipped_steps": self.skipped,
+            "train/left_out": len(left_out),
+            "train/rollbacks": raw.get("rollbacks", 0),
             **self._speed(1, raw["step_s"], raw["data_wait_s"]),
         }
         if raw.get("clip_threshold") is not None:
             metrics["grad/clip_threshold"] = raw["clip_threshold"]
         if spike is not None:
             metrics["grad/skipped_spikes"] = self.spikes
+        if raw["step"] in left_out:
+            for name in ("train/loss", "grad/norm", "grad/clip_coef", "grad/clipped"):
+                del metrics[name]
         if raw["peak_gib"] is not None:
             metrics["mem/peak_gib"] = raw["peak_gib"]
         now = self.clock()
-        if self.first is None:
-            self.first = raw["step"], now
+        if self.first_at is None:
+            self.first_at = now
             return metrics
         self.timed_steps += 1
         self.timed_s += raw["step_s"]
         self.timed_wait_s += raw["data_wait_s"]
         averages = self._speed(self.timed_steps, self.timed_s, self.timed_wait_s)
         metrics |= {f"{name}_avg": value for name, value in averages.items()}
-        first_step, first_time = self.first
-        metrics["time/eta_s"] = (now - first_time) / (raw["step"] - first_step) * (self.steps - raw["step"])
+        metrics["time/eta_s"] = (now - self.first_at) / self.timed_steps * (self.steps - raw["step"])
         return metrics
 
     def _speed(self, steps: int, seconds: float, wait_s: float) -> dict[str, float]:

@@ -5,7 +5,9 @@
     steps, tokens     how far the run came
     loss_final, loss_best, val_loss_start, val_loss_final, val_loss_best          nats per token
     tokens_per_s, step_s, mfu, peak_tflops, peak_source                           first step excluded
-    peak_gib, clip_fraction, skipped_steps, first_nonfinite_step
+    peak_gib, clip_fraction, skipped_steps, left_out, rollbacks, first_nonfinite_step
+    explanation       the cause's cause in plain words, where it is a known one
+    advice            overrides to try, or what else to do; null where nothing is known
     world_size, parameters, device, versions, git_commit, config_hash, choices, overrides, run_command
     started, ended    UTC, ISO 8601
     data, rank_map    what was trained on; which rank did what
@@ -19,6 +21,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import tomllib
 from datetime import UTC, datetime
@@ -85,6 +88,8 @@ class Summary:
             "clip_fraction": get("grad/clip_fraction"),
             "skipped_steps": get("amp/skipped_steps"),
             "skipped_spikes": get("grad/skipped_spikes"),
+            "left_out": get("train/left_out"),
+            "rollbacks": get("train/rollbacks"),
             "first_nonfinite_step": self.first_nonfinite_step,
         }
 
@@ -147,6 +152,7 @@ def clear(run_dir: str | Path, history: bool = True) -> None:
     """
     for name in (FILE, FACTS_FILE, "report.html", *[HISTORY_FILE] * history):
         (Path(run_dir) / name).unlink(missing_ok=True)
+    shutil.rmtree(Path(run_dir) / "doctor", ignore_errors=True)
 
 
 def load(run_dir: str | Path, name: str = FILE) -> dict:
@@ -160,11 +166,16 @@ def load(run_dir: str | Path, name: str = FILE) -> dict:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
-def complete(run_dir: str | Path, status: str, cause: str) -> None:
+def explained(known) -> dict[str, str | None]:
+    """The fields of result.json for what parallel.explain knows, which may be nothing."""
+    return {"explanation": known and known.sentence, "advice": known and known.advice}
+
+
+def complete(run_dir: str | Path, status: str, cause: str, known=None) -> None:
     """Writes or corrects result.json after the ranks have ended, for whoever started them and knows why they did.
 
     The first cause wins over what the logging rank noticed (being stopped, a peer that was gone). What it noticed
-    about itself stays: running out of memory, a loss that is not finite.
+    about itself stays: running out of memory, a loss that is not finite. `known` is what parallel.explain says.
     """
     run_dir = Path(run_dir)
     fields = load(run_dir)
@@ -175,11 +186,12 @@ def complete(run_dir: str | Path, status: str, cause: str) -> None:
         for line in read(run_dir):
             summary.add(int(line.pop("step")), line)
         # Without the file of facts no rank came as far as its first step, and the configuration is all there is.
-        known = load(run_dir, FACTS_FILE)
-        if not known and (run_dir / "resolved.yaml").exists():
-            known = facts(frozen.load(run_dir), {}) | {"started": None}
-        fields = summary.fields() | known
-    write(run_dir, **{"status": status, "cause": cause} | fields | {"status": status, "cause": cause, "ended": now()})
+        begun = load(run_dir, FACTS_FILE)
+        if not begun and (run_dir / "resolved.yaml").exists():
+            begun = facts(frozen.load(run_dir), {}) | {"started": None}
+        fields = summary.fields() | begun
+    ended = {"status": status, "cause": cause} | explained(known) | {"ended": now()}
+    write(run_dir, **{"status": status, "cause": cause} | fields | ended)
 
 
 def versions() -> dict[str, str | None]:

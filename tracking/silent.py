@@ -22,5 +22,15 @@ class Silent:
     def verdict(self, sentence: str) -> None:
         """Nothing."""
 
+    def not_finite(self, step: int, seen: str) -> None:
+        """Nothing."""
+
+    def rolled_back(self, step: int) -> None:
+        """Nothing."""
+
+    def warn(self, sentence: str) -> None:
+        """Into this rank's own log."""
+        print(sentence)
+
     def last_words(self, signum: int) -> None:
         """Nothing."""

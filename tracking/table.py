@@ -134,8 +134,9 @@ def arrange(runs: list[Run], by: str | None, metric: str | None, values: dict | 
 
 
 def why(run: Run) -> str:
-    """Cause and what is wrong with the folder, in one line."""
-    return "; ".join(part for part in (run.cause, run.problem) if part)
+    """Cause, what is wrong with the folder, and what to try, in one line."""
+    advice = run.result.get("advice")
+    return "; ".join(part for part in (run.cause, run.problem, advice and f"try {advice}") if part)
 
 
 def by_value(text: str) -> tuple:

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from parallel import rank_process
+from parallel.explain import explain
 from tracking import norms, report, result
 from tracking.console import Console, duration, harmless, short
 from tracking.history import History
@@ -47,6 +48,7 @@ class Tracker:
         self.extra: dict = {}
         self.finished = False
         self._said: set[str] = set()
+        self._known = -1  # steps up to it are done once more after a rollback, and are recorded already
 
     def __enter__(self):
         self.began = time.monotonic()
@@ -72,11 +74,13 @@ class Tracker:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Records the metrics of a step (Meter.step) or evaluation (metrics.validation); step 0 is before the first."""
+        if step <= self._known:
+            return
         metrics = {"tokens": self.summary.last.get("tokens", 0)} | metrics
         self.history.add(step, metrics)
         self.summary.add(step, metrics)
         self.wandb.log(metrics)
-        if "train/loss" in metrics:
+        if "perf/step_s" in metrics and "train/loss" in metrics:
             self.console.step(step, metrics)
         if "grad/norm" in metrics and self.norms.add(metrics["grad/norm"]):
             self._show_norms(self.norms.report(self.norms.report_every))
@@ -88,6 +92,24 @@ class Tracker:
     def evaluating(self, done: int, total: int) -> None:
         """Shows how far an evaluation is, in batches."""
         self.console.evaluating(done, total)
+
+    def not_finite(self, step: int, seen: str) -> None:
+        """Says that a step's loss or gradient is not finite, and that the reason is looked for."""
+        if self.summary.first_nonfinite_step is None:
+            self.summary.first_nonfinite_step = step
+        self.console.close()
+        self.console.print(f"{seen} in step {step}; computing its batch once more to find the first bad tensor")
+
+    def rolled_back(self, step: int) -> None:
+        """Says that training goes on after `step`; the steps from there that are recorded stay as they are."""
+        self._known = max(self._known, self.summary.last.get("step", 0))
+        self.console.print(f"back at the checkpoint after step {step}; the bad batch will be left out")
+
+    def warn(self, sentence: str) -> None:
+        """Shows and keeps a warning."""
+        self.extra.setdefault("warnings", []).append(sentence)
+        self.console.close()
+        self.console.print(sentence)
 
     def sample(self, prompt: str, text: str) -> None:
         """Shows and keeps text that the trained model wrote after `prompt`."""
@@ -102,8 +124,8 @@ class Tracker:
         self.console.close()
         self.console.print(f"\n{sentence}")
 
-    def finish(self, status: str = "ok", cause: str | None = None) -> None:
-        """Closes everything and shows how the run ended; a second call does nothing.
+    def finish(self, status: str = "ok", cause: str | None = None, error: BaseException | None = None) -> None:
+        """Closes everything and shows how the run ended; a second call does nothing. `error` is what ended it.
 
         `ok` becomes `nan` when the last loss is not finite.
         """
@@ -113,6 +135,8 @@ class Tracker:
         if status == "ok" and self.summary.diverged:
             status = "nan"
             cause = f"the loss is not finite since step {self.summary.first_nonfinite_step}"
+        known = None if status == "ok" else explain(status, f"{cause}\n{error or ''}", self.frozen.cfg, self.run_dir)
+        self.extra |= result.explained(known)
         self.console.close()
         self.history.close()
         summary = self.summary.fields()
@@ -133,7 +157,7 @@ class Tracker:
         self.finish(*outcome_of(rank_process.Stopped(signum)))
 
     def __exit__(self, kind, error, traceback) -> None:
-        self.finish(*outcome_of(error))
+        self.finish(*outcome_of(error), error)
 
     def _say_once(self, problem: str | None, consequence: str) -> None:
         if problem and problem not in self._said:
@@ -178,6 +202,10 @@ class Tracker:
             rows.append(("speed", f"{outcome['tokens_per_s']:,.0f} tokens/s{mfu}"))
         if outcome["grad_norms"]:
             rows.append(("grad norm", norms.in_words(outcome["grad_norms"])))
+        rows += [(title, outcome[name]) for title, name in (("why", "explanation"), ("try", "advice")) if outcome[name]]
+        told = self.run_dir / "doctor" / "report.md"
+        if outcome["status"] == "nan" and told.exists():
+            rows.append(("doctor", short(told)))
         rows.append(("result", short(self.run_dir / result.FILE)))
         if self.wandb.folder:
             folder = short(self.wandb.folder)
