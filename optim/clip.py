@@ -41,9 +41,9 @@ LEFT_OUT = Update(grad_norm=math.nan, clip_coef=1.0, skipped=False)
 
 def coefficient(threshold: float | None, grad_norm: float) -> float:
     """Factor by which the gradient is multiplied: min(1, threshold / norm), Pascanu et al. 2013."""
-    if threshold is None or not math.isfinite(grad_norm):
+    if threshold is None or not math.isfinite(grad_norm) or grad_norm <= threshold:
         return 1.0
-    return min(1.0, threshold / (grad_norm + 1e-6))
+    return threshold / (grad_norm + 1e-6)
 
 
 class Clipper:

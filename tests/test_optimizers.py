@@ -1,5 +1,6 @@
 """The ten optimizers: each is its published rule, under every layout, and takes decay, formats and places as said."""
 
+import functools
 import json
 import math
 import shutil
@@ -87,12 +88,16 @@ def traces(tmp_path_factory):
     return run
 
 
+@functools.cache
+def traced_alone(words: str) -> list[list[float]]:
+    return trace(configuration(["parallel=single", *words.split()]))
+
+
 def deviations(found: dict[str, list], single_rank, tolerance: float = 1e-5) -> dict[str, float]:
     """Cases whose losses are not those of one process (or whose gradient norms, within ten times as much)."""
     wrong = {}
     for name, traced in found.items():
-        _, _, words = name.partition(" ")
-        alone = trace(configuration(["parallel=single", *words.split()]))
+        alone = traced_alone(name.partition(" ")[2])
         assert abs(alone[0][0] - alone[-1][0]) > 1e-3, f"{name}: nothing was learnt that could differ"
         for ours, theirs in zip(traced, alone, strict=True):
             far = [abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)]
