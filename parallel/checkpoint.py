@@ -66,6 +66,7 @@ class Checkpoints:
         if about["loss_scale"] is not None:
             state.set_loss_scale(self.optimizer, about["loss_scale"])
         self.clipper.norms.clear()
+        self.clipper.norms.clear()
         self.clipper.norms.extend(about.get("recent_norms", []))
         self.schedule.num_steps = about["step"]  # the rest of it is a function of the configuration
         self.notes = {"resumed": "after " + self._told(found, about, same_layout)}
