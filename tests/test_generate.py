@@ -71,7 +71,7 @@ def test_a_run_begins_with_imported_weights_goes_out_again_and_writes_text(impor
     [
         ("prompt=x", "checkpoint=PATH is missing"),
         ("checkpoint=/nowhere", "does not exist"),
-        ("checkpoint={} max_tokens=many top_p=0", "max_tokens=many has the wrong type.*top_p=0.0 is out of range"),
+        ("checkpoint={} max_tokens=many top_p=0", "(?s)max_tokens=many has the wrong type.*top_p=0.0 is out of range"),
         ("checkpoint={}", "came without a tokenizer"),
         ("checkpoint={} tokenizer=bytes parallel=dp2 train.global_batch=2", "token by token"),
         ("checkpoint={} tokenizer=bytes prompd=x", "prompd is neither"),
