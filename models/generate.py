@@ -27,6 +27,7 @@ REQUEST = "request.json"
 
 def main(argv: list[str]) -> int:
     """Check, start the ranks, wait for them; the exit code."""
+    # A command like train.py, and as such it may start ranks, which nothing else in this folder does.
     from models import request
     from parallel import compose, launch
 

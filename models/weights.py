@@ -36,6 +36,8 @@ def main(argv: list[str]) -> int:
 
     try:
         return (_import if words.command == "import" else _export)(words)
+    except KeyboardInterrupt:
+        return 130
     except (Unsupported, BadWeights, BadCheckpoint) as problem:
         sentences = getattr(problem, "sentences", [str(problem)])
     except OSError as error:
