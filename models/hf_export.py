@@ -74,9 +74,8 @@ def _origin(checkpoint: Path) -> Path | None:
     """The imported checkpoint that this one is, or that its run began with, if it is still there."""
     if (checkpoint / FOLDER / hf_files.CONFIG).exists():
         return checkpoint
-    if not (checkpoint / frozen.FILE).exists():
-        return None
-    weights = frozen.load(checkpoint).cfg.model.weights
+    run = frozen.as_written(checkpoint)
+    weights = run and run.model.get("weights")
     if weights is None or not Path(weights).exists():
         return None
     return _origin(files.at(weights, "model.weights"))

@@ -75,12 +75,12 @@ def configuration(request: Request, words: list[str]):
     try:
         found = files.at(request.checkpoint, "checkpoint")
         about = files.read_about(found)
-        trained = frozen.load(found).cfg if (found / frozen.FILE).exists() else None
+        trained = frozen.as_written(found)
         _tokens(request, found, trained)
     except (files.BadCheckpoint, frozen.BadFrozen, BadData) as problem:
         raise Refused([str(problem)]) from None
     # Beyond the length it was trained with a model of rotary angles goes on, but badly.
-    request.window = trained.train.seq_len if trained else about["model"]["max_positions"]
+    request.window = about["batch"]["seq_len"] if "batch" in about else about["model"]["max_positions"]
     own = [
         "model=from_checkpoint",
         "model.weights='{}'".format(str(found).replace("'", "\\'")),

@@ -33,12 +33,13 @@ def main(argv: list[str]) -> int:
     from models.hf_config import Unsupported
     from models.hf_files import BadWeights
     from parallel.checkpoint_files import BadCheckpoint
+    from parallel.frozen import BadFrozen
 
     try:
         return (_import if words.command == "import" else _export)(words)
     except KeyboardInterrupt:
         return 130
-    except (Unsupported, BadWeights, BadCheckpoint) as problem:
+    except (Unsupported, BadWeights, BadCheckpoint, BadFrozen) as problem:
         sentences = getattr(problem, "sentences", [str(problem)])
     except OSError as error:
         sentences = [f"{error.filename or words.to} cannot be written: {error.strerror or error}."]

@@ -78,6 +78,17 @@ def load(run_dir: str | Path) -> Frozen:
         raise BadFrozen(f"{path} is not a frozen configuration: {str(error).splitlines()[0]}") from error
 
 
+def as_written(run_dir: str | Path) -> DictConfig | None:
+    """What `resolved.yaml` says, maybe in the words of another version of this project; None without one."""
+    path = Path(run_dir) / FILE
+    if not path.exists():
+        return None
+    try:
+        return OmegaConf.load(path)
+    except (YAMLError, OmegaConfBaseException, OSError) as error:
+        raise BadFrozen(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+
+
 def _plain(cfg: DictConfig | Config) -> dict:
     if isinstance(cfg, Config):
         return asdict(cfg, dict_factory=_by_name)
