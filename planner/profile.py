@@ -14,8 +14,9 @@ from planner import dry_run, fake_world
 from planner.operations import Op
 from planner.recorder import KINDS, Segment
 
-# Layers of a chunk in the shorter of the two dry runs; the longer one has one more.
-SHORT = 2
+# Layers of a chunk in the shorter of the two dry runs; the longer one has one more. With a CPU's kernels, whose first
+# layer keeps a copy that the others do not, it takes one more to see a layer in the middle.
+SHORT = {"cuda": 1, "cpu": 2}
 # Megatron-FSDP lets this many elements of gradients wait to be reduced, and only then does one layer go like another.
 QUEUE = 1_000_000_000
 
@@ -125,10 +126,11 @@ def _with_layers(cfg, per_chunk: int):
 
 def shallow(cfg) -> int:
     """Layers of a chunk from which on each further one changes a step in the same way."""
+    short = SHORT[cfg.launch.device]
     if cfg.parallel.zero < 3:
-        return SHORT
+        return short
     layer = flops.parameters(replace(cfg.model, layers=1)) - flops.parameters(replace(cfg.model, layers=0))
-    return 2 * SHORT + math.ceil(QUEUE / (layer / cfg.parallel.tp))
+    return short + 2 + math.ceil(QUEUE / (layer / cfg.parallel.tp))
 
 
 def _at(short: float, long: float, beyond: int) -> float:

@@ -12,7 +12,7 @@ from planner import dry_run, plan, points, profile  # noqa: E402
 SHAPE = (
     "model=tiny model.layers=8 data=mock train.micro_batch=1 train.global_batch=24 precision=bf16 cluster=a100_80g_x8"
 )
-LAYOUTS = ["parallel=pp2", "parallel=tp2_sp parallel.recompute=full", "parallel=pp2_vpp2"]
+LAYOUTS = ["parallel=pp2", "parallel=tp2_sp parallel.recompute=full", "parallel=pp2_vpp2 model.layers=16"]
 
 
 def scaled(words: str) -> dict:
