@@ -29,6 +29,8 @@ class Device:
     memory: float
     # Least time of a kernel, launch included (fitted).
     launch_s: float
+    # Time the host takes to launch one kernel in eager mode (fitted; 5-10 µs is what PyTorch's own profiles show).
+    dispatch_s: float
     # Share of NVLink's bandwidth that a collective reaches (measured, see above).
     nvlink: float
     # Share of the network's bandwidth that a collective reaches (fitted).
@@ -51,13 +53,13 @@ class Device:
 
 
 DEVICES = (
-    Device("A100", 108, 0.87, 0.60, 0.50, 0.80, 4e-6, 0.78, 0.80, host_gb_s=25.0),
-    Device("H100", 132, 0.80, 0.45, 0.40, 0.80, 4e-6, 0.82, 0.80),
-    Device("H200", 132, 0.80, 0.45, 0.40, 0.80, 4e-6, 0.82, 0.80),
-    Device("B200", 148, 0.776, 0.45, 0.40, 0.80, 4e-6, 0.82, 0.80),
+    Device("A100", 108, 0.87, 0.60, 0.50, 0.80, 4e-6, 8e-6, 0.78, 0.80, host_gb_s=25.0),
+    Device("H100", 132, 0.80, 0.45, 0.40, 0.80, 4e-6, 8e-6, 0.82, 0.80),
+    Device("H200", 132, 0.80, 0.45, 0.40, 0.80, 4e-6, 8e-6, 0.82, 0.80),
+    Device("B200", 148, 0.776, 0.45, 0.40, 0.80, 4e-6, 8e-6, 0.82, 0.80),
 )
 # One process of a CPU machine: no waves, and messages go through memory.
-CPU = Device("CPU", 1, 0.9, 0.5, 0.4, 0.8, 10e-6, 0.5, 0.5, hop_s=50e-6, network_hop_s=200e-6, context_gib=0.5)
+CPU = Device("CPU", 1, 0.9, 0.5, 0.4, 0.8, 10e-6, 10e-6, 0.5, 0.5, hop_s=50e-6, network_hop_s=200e-6, context_gib=0.5)
 
 
 def of(cluster) -> Device:

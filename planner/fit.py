@@ -15,6 +15,7 @@ GRID = {
     "network": (0.3, 0.45, 0.6, 0.8),
     "inner_extra": (0, 64, 128, 256, 512),
     "overlap_loss": (0.0, 0.1, 0.2, 0.35, 0.5),
+    "dispatch_s": (4e-6, 8e-6, 12e-6, 18e-6, 25e-6),
     "launch_s": (2e-6, 4e-6, 8e-6),
 }
 MEMORY_GRID = {"context_gib": (1.0, 2.0, 3.0, 4.0, 5.0, 6.0), "fragmentation": (1.0, 1.04, 1.08, 1.12, 1.2)}

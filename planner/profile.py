@@ -107,6 +107,10 @@ def of(cfg, stage: int, speed_only: bool = False) -> Profile:
         parts = {name: line(name, less[name], more[name], beyond) for name in more}
         low, high = state(less), state(more)
         kept = {kind: round(_at(low[kind], high[kind], beyond)) for kind in high}
+        # The update goes over what the rank owns, in pieces whose sizes depend on the depth: all of it counts.
+        share = sum(kept.values()) / sum(high.values())
+        for name in ("zero", "optimizer"):
+            parts[name].ops = {op: count * share for op, count in more[name].ops.items()}
     parts.pop("end", None)
     # The token ids of a step's micro-batches are on the device from its beginning.
     tokens = (micro_batches(cfg) - count) * cfg.train.micro_batch * (cfg.train.seq_len + 1) * 8

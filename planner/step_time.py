@@ -61,8 +61,9 @@ class Timer:
         self.groups = links.groups(cfg.parallel, cfg.cluster.devices_per_node)
 
     def kernels(self, part: Part) -> float:
-        """Seconds of its kernels one after another."""
-        return kernel_time.total(part.ops.items(), self.cluster, self.device, self.cfg.precision.compute)
+        """Seconds of its kernels one after another, or of the host that launches them."""
+        kernels = kernel_time.total(part.ops.items(), self.cluster, self.device, self.cfg.precision.compute)
+        return max(kernels, part.calls * self.device.dispatch_s)
 
     def messages(self, part: Part, axis: str) -> float:
         """Seconds of its messages over one axis one after another."""
