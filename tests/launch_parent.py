@@ -16,6 +16,7 @@ run_dir, scenario, world_size, *rest = sys.argv[1:]
 cfg = Config()
 cfg.train.timeout_s = float(rest[0]) if rest else None
 cfg.parallel.tp, cfg.parallel.cp, cfg.parallel.zero = int(world_size), 1, 0
+cfg.train.micro_batch, cfg.parallel.pp, cfg.parallel.dp = 1, 1, 1
 cfg.parallel.env = {"FROM_PARALLEL_ENV": "yes"}
 cfg.launch.device, cfg.launch.kind = Device.cpu, LaunchKind(os.environ.get("LAUNCH", "local"))
 if rest[1:]:
