@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from parallel import rank_process
@@ -58,7 +59,7 @@ def rank(run_dir: Path) -> None:
     from optim import build, clip
     from parallel import checkpoint_weights, facts, groups, wrap
     from parallel.checkpoint import Checkpoints
-    from precision import peak, setup
+    from precision import peak, probes, setup
     from precision.nonfinite import Doctor
     from tracking.growth import Growth
     from tracking.metrics import Meter, validation
@@ -73,6 +74,7 @@ def rank(run_dir: Path) -> None:
     optimizer = build.optimizer(cfg, chunks)
     schedule = build.schedule(cfg, optimizer)
     clipper = clip.Clipper(cfg, chunks, optimizer)
+    probe = probes.Probe(cfg, chunks, optimizer)
     wrap.connect(chunks, optimizer, cfg)
     corpus = load_corpus(cfg)
     dp_rank, dp_size = facts.data_rank()
@@ -101,6 +103,7 @@ def rank(run_dir: Path) -> None:
             "validation": facts.validation_note(held_out),
             "clipping": clip.note(cfg),
             **setup.notes(cfg),
+            **probes.note(cfg, probe),
             **checkpoint_weights.notes(cfg),
             **checkpoints.notes,
         },
@@ -137,10 +140,13 @@ def rank(run_dir: Path) -> None:
             optimizer.zero_grad()
             scale = optimizer.get_loss_scale().item()
             lr, train_loss, update = optimizer.param_groups[0]["lr"], math.nan, clip.LEFT_OUT
+            probed, histograms = {}, {}
             if step not in doctor.left_out:
+                probe.begin(step)
                 train_loss = loss.run(chunks, micro_batches, cfg.train, backward=True)
                 if math.isfinite(train_loss):
-                    update = clipper.step()
+                    update = clipper.step(partial(probe.gradients, scale))
+                probed, histograms = probe.end(updated=math.isfinite(update.grad_norm) and not update.spike)
                 if seen := doctor.finds(train_loss, update, lr, scale):
                     heartbeat.beat(f"step {step}, looking for the first bad tensor")
                     if cfg.train.on_nan == "stop":
@@ -171,7 +177,7 @@ def rank(run_dir: Path) -> None:
                 data_wait_s=waited,
                 peak_gib=facts.peak_gib(),
             )
-            tracker.log(step, meter.step(raw))
+            tracker.log(step, meter.step(raw) | probed, histograms)
             if grows := growth.add(step, facts.held_bytes(), cfg.train.steps):
                 tracker.warn(grows)
             if step % cfg.train.eval_every == 0 or step == cfg.train.steps:

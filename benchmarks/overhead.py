@@ -109,8 +109,8 @@ def alternate(folder: str, bare: Bare, steps: int) -> dict[str, list[float]]:
     times = {"train.py": [], "bare": []}
     log, mark = Tracker.log, [0.0]
 
-    def log_and_step(self, step, metrics):
-        log(self, step, metrics)
+    def log_and_step(self, step, metrics, histograms=None):
+        log(self, step, metrics, histograms)
         logged = time.perf_counter()
         if not bare.ready:
             bare.build()

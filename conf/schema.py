@@ -26,6 +26,24 @@ class Compute(StrEnum):
     tf32 = "tf32"
     bf16 = "bf16"
     fp16 = "fp16"
+    fp8 = "fp8"
+
+
+class Fp8(StrEnum):
+    """What multiplies in FP8; `auto` is Transformer Engine on GPUs that have FP8 (Hopper and later), else emulation."""
+
+    none = "none"
+    auto = "auto"
+    emulated = "emulated"
+    transformer_engine = "transformer_engine"
+
+
+class Fp8Recipe(StrEnum):
+    """Where an FP8 scale comes from: the tensor's largest value now, or of earlier steps, or that of each block."""
+
+    current = "current"
+    delayed = "delayed"
+    blockwise = "blockwise"
 
 
 class Recompute(StrEnum):
@@ -293,10 +311,16 @@ class Precision:
     params: Format = MISSING
     # Matrix products.
     compute: Compute = MISSING
-    # Gradient accumulation and reduction.
+    # Activations, and their gradients, that pipeline stages send each other; always as the weights.
+    activations: Format = MISSING
+    # Sum of the gradients of a step's micro-batches; always as they are reduced.
+    gradients: Format = MISSING
+    # Reduction of gradients among data-parallel ranks.
     grad_reduce: Format = MISSING
-    # Master weights that the optimizer updates.
+    # Weights that the optimizer updates: master weights in fp32, or without any the bf16 weights themselves.
     main_params: Format = MISSING
+    # Moments of the optimizer, where optimizer.moments does not say otherwise.
+    moments: Format = MISSING
     # `none`, `dynamic`, or a fixed number by which the loss is multiplied.
     loss_scale: int | float | str = MISSING
     # First value of a dynamic loss scale.
@@ -307,6 +331,24 @@ class Precision:
     loss_scale_window: int = MISSING
     # Overflows tolerated before a dynamic loss scale halves.
     hysteresis: int = MISSING
+    # What multiplies in FP8 with compute=fp8; none for every other format.
+    fp8: Fp8 = Fp8.none
+    # Where the scale of an FP8 tensor comes from; emulation knows `current` only.
+    fp8_recipe: Fp8Recipe = Fp8Recipe.current
+    # Layers at the start of the model whose products stay in BF16 with compute=fp8.
+    bf16_first_layers: int = 0
+    # Layers at the end of the model whose products stay in BF16 with compute=fp8.
+    bf16_last_layers: int = 0
+
+
+@dataclass
+class Probe:
+    """Measures what the number formats lose, layer by layer: gradients, updates, precision of the outputs."""
+
+    # Steps between two measurements, each of which takes longer than a step otherwise does; null for none.
+    every: int | None = None
+    # Format that gradients are judged by; null for the one that the weights have.
+    format: Format | None = None
 
 
 @dataclass
@@ -320,8 +362,8 @@ class Optimizer:
     # Weight decay on matrices; norms and biases get none. Added to the gradient by sgd, momentum, rmsprop, adagrad and
     # adam; by the others to the update.
     weight_decay: float = MISSING
-    # Format in which moments are kept between steps: fp32 or bf16. Rules compute in FP32 whatever it is.
-    moments: Format = Format.fp32
+    # Format in which moments are kept between steps: fp32 or bf16; null for precision.moments. Rules compute in FP32.
+    moments: Format | None = None
     # Decay of the first moment (adam, adamw, lamb; lion's in the update; of muon's AdamW).
     beta1: float | None = None
     # Decay of the second moment (rmsprop, adam, adamw, lamb; of lion's only moment; of muon's AdamW).
@@ -465,6 +507,7 @@ class Config:
     model: Model = field(default_factory=Model)
     parallel: Parallel = field(default_factory=Parallel)
     precision: Precision = field(default_factory=Precision)
+    probe: Probe = field(default_factory=Probe)
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     clip: Clip = field(default_factory=Clip)

@@ -32,7 +32,7 @@ def choose(kind: Attention, compute: Compute) -> tuple[Attention, str]:
 def _flash_attn_missing(compute: Compute) -> str | None:
     if not torch.cuda.is_available():
         return "there is no GPU for flash-attn"
-    if compute not in (Compute.bf16, Compute.fp16):
+    if compute not in (Compute.bf16, Compute.fp16, Compute.fp8):  # attention is no linear layer and stays in BF16
         return f"flash-attn computes in BF16 and FP16 only, not in {compute.value.upper()}"
     try:
         import flash_attn  # noqa: F401

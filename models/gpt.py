@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from conf.schema import Activation, Config, Format, Norm, Position, Recompute
+from conf.schema import Activation, Config, Format, Fp8, Fp8Recipe, Norm, Position, Recompute
 from models.attention import CoreAttention
 from models.norm import LayerNorm, RMSNorm
 from parallel.resolve import padded_vocab
@@ -63,22 +63,56 @@ def transformer_config(cfg: Config):
         attention_softmax_in_fp32=True,
         masked_softmax_fusion=False,
         **recompute,
+        **_transformer_engine_fp8(cfg),
     )
 
 
-def block_spec(cfg: Config, num_layers: int):
-    """What `num_layers` transformer layers are made of: Megatron's own modules, but for norm and core attention."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+def _transformer_engine_fp8(cfg: Config) -> dict:
+    n = cfg.precision
+    if n.fp8 is not Fp8.transformer_engine:
+        return {}
+    names = {Fp8Recipe.current: "tensorwise", Fp8Recipe.delayed: "delayed", Fp8Recipe.blockwise: "blockwise"}
+    return dict(
+        # Blocks are small enough for the range of e4m3, in the backward pass too.
+        fp8="e4m3" if n.fp8_recipe is Fp8Recipe.blockwise else "hybrid",
+        fp8_recipe=names[n.fp8_recipe],
+        # Transformer Engine's own history; Megatron's default is the last step alone.
+        fp8_amax_history_len=1024,
+        fp8_amax_compute_algo="max",
+        first_last_layers_bf16=n.bf16_first_layers + n.bf16_last_layers > 0,
+        num_layers_at_start_in_bf16=n.bf16_first_layers,
+        num_layers_at_end_in_bf16=n.bf16_last_layers,
+    )
+
+
+def linear_layers(cfg: Config, layer: int):
+    """The column- and the row-parallel linear layer of one transformer layer, counted from 0 over the whole model."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    n = cfg.precision
+    if n.fp8 is Fp8.transformer_engine:  # which leaves layers in BF16 by itself
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+        return TEColumnParallelLinear, TERowParallelLinear
+    if n.fp8 is Fp8.emulated and n.bf16_first_layers <= layer < cfg.model.layers - n.bf16_last_layers:
+        from precision.fp8_emulated import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+
+        return Fp8ColumnParallelLinear, Fp8RowParallelLinear
+    return ColumnParallelLinear, RowParallelLinear
+
+
+def layer_spec(cfg: Config, layer: int):
+    """What transformer layer `layer` is made of: Megatron's own modules, but for norm and core attention."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.transformer import ModuleSpec, TransformerLayer, TransformerLayerSubmodules
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    norm = RMSNorm if cfg.model.norm is Norm.rmsnorm else LayerNorm
-    layer = ModuleSpec(
+    norm = norm_layer(cfg)
+    column_parallel, row_parallel = linear_layers(cfg, layer)
+    return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
@@ -86,9 +120,9 @@ def block_spec(cfg: Config, num_layers: int):
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
+                    linear_qkv=column_parallel,
                     core_attention=CoreAttention,
-                    linear_proj=RowParallelLinear,
+                    linear_proj=row_parallel,
                     q_layernorm=IdentityOp,
                     k_layernorm=IdentityOp,
                 ),
@@ -97,12 +131,16 @@ def block_spec(cfg: Config, num_layers: int):
             pre_mlp_layernorm=norm,
             mlp=partial(
                 MLP.as_mlp_submodule,
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+                submodules=MLPSubmodules(linear_fc1=column_parallel, linear_fc2=row_parallel),
             ),
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+
+
+def norm_layer(cfg: Config):
+    """The norm in front of attention, MLP and output layer."""
+    return RMSNorm if cfg.model.norm is Norm.rmsnorm else LayerNorm
 
 
 def build(cfg: Config, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None):
@@ -114,12 +152,15 @@ def build(cfg: Config, pre_process: bool = True, post_process: bool = True, vp_s
         vp_stage: number of the virtual stage, None without.
     """
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     config = transformer_config(cfg)
+    first, here = get_transformer_layer_offset(config, vp_stage), get_num_layers_to_build(config, vp_stage)
+    layers = [layer_spec(cfg, layer) for layer in range(first, first + here)]
     return GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(cfg, get_num_layers_to_build(config, vp_stage)),
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_layer(cfg)),
         vocab_size=padded_vocab(cfg.model),
         max_sequence_length=cfg.model.max_positions,
         pre_process=pre_process,

@@ -39,9 +39,12 @@ def _training(micro_batches, model):
 
 def _mean(token_losses: torch.Tensor):
     loss = token_losses.float().mean()
-    # A copy: the schedule multiplies the tensor it is given by the context-parallel size and divides it by the number
-    # of micro-batches, in place.
-    return loss / context.size(), loss.detach().clone()
+    # Of the mean over the global batch this micro-batch has one part in micro-batches × ranks that read different
+    # tokens. Divided here, and added up by the reduction (parallel.wrap), gradients are as large under every layout; an
+    # average would let FP16 overflow at another loss scale on two ranks than on one. The schedule multiplies what it is
+    # given by the context-parallel size and divides it by the number of micro-batches, in place: hence the copy.
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    return loss / (ranks * context.size()), loss.detach().clone()
 
 
 def _validation(micro_batches, model):

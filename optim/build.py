@@ -11,6 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from conf.schema import Config, Format, OptimizerName, ScheduleName
 from models.gpt import DTYPES
 from optim import rules
+from precision import no_masters
 
 _STYLES = {
     ScheduleName.constant: "constant",
@@ -49,7 +50,11 @@ def optimizer(cfg: Config, chunks):
         overlap_param_gather=cfg.parallel.overlap and cfg.parallel.zero >= 1,
         clip_grad=0.0,
     )
+    if no_masters.chosen(cfg):
+        no_masters.allow(config)
     wrapped = get_megatron_optimizer(config, chunks, _by_parameter(cfg, config), use_gloo_process_groups=False)
+    if no_masters.chosen(cfg):
+        no_masters.hand_over_gradients(wrapped)
     rules.install(wrapped, chunks, cfg)
     return wrapped
 

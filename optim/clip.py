@@ -7,6 +7,7 @@ off; its parts, which are used here, do not.
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,9 +57,14 @@ class Clipper:
         # Recent norms; in a checkpoint, so that a resumed run takes the decisions of one that was not interrupted.
         self.norms: deque[float] = deque(maxlen=max(self.clip.window or 0, judged))
 
-    def step(self) -> Update:
-        """Unscale, look for overflow, measure, clip, update. The same on all ranks."""
-        if self.optimizer.prepare_grads():
+    def step(self, measure: Callable[[], None] = lambda: None) -> Update:
+        """Unscale, look for overflow, measure, clip, update. The same on all ranks.
+
+        `measure` is called with the unscaled gradient in place, before it is clipped.
+        """
+        overflow = self.optimizer.prepare_grads()
+        measure()
+        if overflow:
             return Update(grad_norm=math.nan, clip_coef=1.0, skipped=True)
         norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):  # the weights are left alone; precision.nonfinite says what becomes of the step
@@ -96,10 +102,12 @@ class Clipper:
             coef = coefficient(threshold, norm)
             parameters = self.optimizer.get_parameters() if coef < 1.0 else []
             if parameters:
-                clip_grad_by_total_norm_fp32(parameters, threshold, norm)
+                # Without master weights gradients are BF16, which Megatron takes from the other place only.
+                decoupled = parameters[0].dtype is not torch.float32
+                clip_grad_by_total_norm_fp32(parameters, threshold, norm, use_decoupled_grad=decoupled)
             return coef
         if self.clip.kind is ClipKind.per_layer:
-            norms = self.whole.sums(lambda part: [part.gradient.square().sum()], 1).sqrt()
+            norms = self.whole.sums(lambda part: [part.gradient.float().square().sum()], 1).sqrt()
             factors = (self.clip.max_norm / (norms + 1e-6)).clamp(max=1.0)
             for part in self.whole.parts:
                 part.gradient.mul_(factors[part.number])

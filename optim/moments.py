@@ -9,6 +9,7 @@ import torch
 
 from conf.schema import Config, Format, Offload
 from parallel.checkpoint_state import local
+from precision import no_masters
 
 
 class Kept:
@@ -17,11 +18,12 @@ class Kept:
     def __init__(self, cfg: Config):
         self.dtype = torch.bfloat16 if cfg.optimizer.moments is Format.bf16 else torch.float32
         self.offload = cfg.parallel.offload is Offload.optimizer
+        self.rounds = no_masters.chosen(cfg)
 
     @property
     def elsewhere(self) -> bool:
-        """Whether moments have to be fetched at all."""
-        return self.offload or self.dtype is not torch.float32
+        """Whether anything has to be fetched at all."""
+        return self.offload or self.rounds or self.dtype is not torch.float32
 
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
         """A moment of the shape of `like`."""
@@ -42,7 +44,8 @@ class Kept:
 def keep(rule: torch.optim.Optimizer, names: tuple[str, ...], kept: Kept) -> None:
     """Let a rule of PyTorch's step with moments that are kept elsewhere, one parameter at a time.
 
-    It is handed a plain FP32 view of the parameter's memory on this rank, whatever Megatron wraps around it.
+    It is handed a plain FP32 view of the parameter's memory on this rank, whatever Megatron wraps around it; without
+    master weights, a copy in FP32 that is rounded back.
     """
     step = rule.step
     for group in rule.param_groups:
@@ -68,11 +71,13 @@ def keep(rule: torch.optim.Optimizer, names: tuple[str, ...], kept: Kept) -> Non
 
 
 def _step_one(rule, step, group, p, names, kept: Kept) -> None:
-    weights, held = torch.nn.Parameter(local(p), requires_grad=False), rule.state[p]
-    weights.grad = local(p.grad)
+    weights, held = torch.nn.Parameter(local(p).float(), requires_grad=False), rule.state[p]
+    weights.grad = local(p.grad).float()
     moments = {name: kept.fetch(held[name], weights) for name in names}
     group["params"], rule.state[weights] = [weights], held | moments
     step()
     held["step"] = rule.state.pop(weights)["step"]
     for name, moment in moments.items():
         kept.store(held[name], moment)
+    if kept.rounds:
+        local(p).copy_(weights)

@@ -28,6 +28,22 @@ def visible_devices() -> list[str]:
     return found
 
 
+FP8_FROM = 9.0  # Hopper's compute capability
+
+
+@cache
+def capability() -> float | None:
+    """The lowest compute capability of this machine's GPUs; None where nvidia-smi does not tell."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split()
+        return min(map(float, told), default=None)
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        return None
+
+
 @cache
 def _machine_gpus() -> int:
     # nvidia-smi first: inside a container or a batch job it lists only what may be used, /proc lists the node's.

@@ -21,7 +21,7 @@ from parallel.rules import world_size
 FILE = "resolved.yaml"
 GROUPS = tuple(f.name for f in fields(Config))
 # These decide where a run computes, who hears of it and what is kept of it, not what it computes.
-NOT_HASHED = ("checkpoint", "tracking", "cluster", "launch")
+NOT_HASHED = ("probe", "checkpoint", "tracking", "cluster", "launch")
 
 
 class BadFrozen(ValueError):
@@ -50,8 +50,11 @@ def freeze(cfg: DictConfig | Config, run_dir: str | Path, choices: dict[str, str
 
     `cfg` is a checked and resolved configuration (`parallel.rules.resolve`).
     """
+    # What is shown of the run everywhere; of FP8 it tells whether it is emulated.
+    shown = {group: cfg.precision.name if group == "precision" and cfg.precision.fp8 == "emulated" else choice
+             for group, choice in choices.items()}  # fmt: skip
     content = _plain(cfg) | {
-        "choices": dict(choices),
+        "choices": shown,
         "overrides": list(overrides),
         "world_size": world_size(cfg),
         "config_hash": config_hash(cfg),

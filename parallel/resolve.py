@@ -3,7 +3,14 @@
 import math
 from copy import deepcopy
 
+from conf.schema import Format, Fp8
 from optim.threshold import by_model_size
+from parallel.devices import FP8_FROM, capability
+
+# Follows the name of a precision wherever it is shown, so that nobody takes the emulation for the real thing.
+EMULATED = " (emulated)"
+# Rules that keep nothing that would be as large as the weights.
+WITHOUT_MOMENTS = ("sgd", "adafactor")
 
 
 def whole(value, default: int = 1) -> int:
@@ -37,7 +44,7 @@ def micro_batch_unit(cfg) -> int:
 
 
 def resolve(cfg, gpus: int, world: int | None = None):
-    """A copy of `cfg` in which dp, the device, steps, warm-up steps and the clip threshold are numbers and names.
+    """A copy of `cfg` in which dp, the device, what computes FP8, steps, warm-up and clip threshold are decided.
 
     `gpus` are the GPUs of this machine; `world` is the number of ranks where they exist already (torchrun, SLURM).
     """
@@ -61,7 +68,19 @@ def resolve(cfg, gpus: int, world: int | None = None):
         from models.flops import parameters  # which needs the padded vocabulary from here
 
         cfg.clip.max_norm = by_model_size(parameters(cfg.model))
+    _decide_fp8(cfg.precision, cfg.launch.device)
+    if cfg.optimizer.moments is None:
+        cfg.optimizer.moments = cfg.precision.moments if cfg.optimizer.name not in WITHOUT_MOMENTS else Format.fp32
     return cfg
+
+
+def _decide_fp8(precision, device: str) -> None:
+    """Name what multiplies in FP8. GPUs that cannot be asked are taken to have it; their ranks look again."""
+    if precision.fp8 == "auto":
+        has = device == "cuda" and (capability() or FP8_FROM) >= FP8_FROM
+        precision.fp8 = Fp8.transformer_engine if has else Fp8.emulated
+    if precision.fp8 == "emulated" and not precision.name.endswith(EMULATED):
+        precision.name += EMULATED
 
 
 def largest_dp(cfg, most: int) -> int:

@@ -3,21 +3,18 @@
 Nothing here imports torch: a point is judged before the first process starts.
 """
 
-import math
 import os
 import re
 from importlib.util import find_spec
 
 from data import rules as data_rules
-from parallel import checkpoint_rules, layouts, ranges, update_rules
+from parallel import checkpoint_rules, layouts, number_rules, ranges, update_rules
 from parallel.devices import visible_gpus
 from parallel.layouts import divisors, near
 from parallel.resolve import padded_vocab, resolve, whole, world_size
 from tracking import mode
 
 __all__ = ["notes", "padded_vocab", "problems", "resolve", "visible_gpus", "world_size"]
-
-STORED_AS = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
 
 def problems(cfg, gpus: int, world: int | None = None) -> list[str]:
@@ -28,8 +25,8 @@ def problems(cfg, gpus: int, world: int | None = None) -> list[str]:
     resolved = resolve(cfg, gpus, world)
     found = ranges.problems(cfg) + _length(cfg.train) + _model(cfg) + layouts.shape_problems(resolved)
     found += layouts.batch_problems(resolved) + layouts.device_problems(resolved, gpus, world)
-    found += _precision(cfg.precision) + _attention(resolved) + data_rules.problems(cfg) + _tracking(cfg.tracking)
-    found += update_rules.problems(resolved)
+    found += number_rules.problems(resolved) + _attention(resolved) + data_rules.problems(cfg)
+    found += _tracking(cfg.tracking) + update_rules.problems(resolved)
     return found + checkpoint_rules.problems(cfg) + checkpoint_rules.weights_problems(cfg) + _rollback(cfg)
 
 
@@ -41,6 +38,8 @@ def notes(cfg, gpus: int) -> list[str]:
         said.append(f"{ranks} ranks share {cores} CPU cores: the numbers are right, the speed says nothing.")
     if on_cpu and cfg.precision.compute == "tf32":
         said.append("TF32 exists on NVIDIA GPUs only: on this CPU products are computed in FP32.")
+    if cfg.precision.fp8 == "emulated":
+        said.append("FP8 is emulated: products are computed from FP8 inputs in BF16, slower than precision=bf16.")
     if not on_cpu and ranks < gpus:
         said.append(f"{ranks} of {gpus} GPUs are used: the global batch or the command line asks for dp={p.dp}.")
     if p.zero and p.dp * p.cp == 1:
@@ -96,39 +95,6 @@ def _model(cfg) -> list[str]:
     return found
 
 
-def _precision(n) -> list[str]:
-    found, stored = [], STORED_AS[n.compute]
-    if n.params != stored:
-        found.append(
-            f"precision.params={n.params} does not fit precision.compute={n.compute}: take precision.params={stored}."
-        )
-    if n.grad_reduce not in ("fp32", n.params):
-        found.append(
-            f"precision.grad_reduce={n.grad_reduce} is neither fp32 nor the format of the weights: "
-            f"take precision.grad_reduce=fp32{'' if n.params == 'fp32' else f' or {n.params}'}."
-        )
-    if n.main_params != "fp32":
-        found.append(f"precision.main_params={n.main_params}: master weights are kept in fp32 in this version.")
-    scale, number = n.loss_scale, isinstance(n.loss_scale, (int, float))
-    if not number and scale not in ("none", "dynamic"):
-        found.append(f"precision.loss_scale={scale} is not a loss scale: take none, dynamic or a number above 0.")
-    elif number and not 0 < scale < math.inf:
-        found.append(f"precision.loss_scale={scale} is out of range: take none, dynamic or a number above 0.")
-    elif n.compute == "fp16" and scale == "none":
-        found.append(
-            "precision.compute=fp16 loses small gradients without a loss scale: take precision.loss_scale=dynamic, "
-            "or precision.loss_scale=1 to train unscaled on purpose."
-        )
-    elif n.compute != "fp16" and scale != "none":
-        found.append(f"precision.loss_scale={scale} is for fp16, not for {n.compute}: take precision.loss_scale=none.")
-    if n.min_loss_scale > n.initial_loss_scale:
-        found.append(
-            f"precision.min_loss_scale={n.min_loss_scale} is above the first scale: "
-            f"take precision.initial_loss_scale={n.min_loss_scale} or more."
-        )
-    return found
-
-
 def _attention(cfg) -> list[str]:
     if cfg.model.attention != "flash_attn":
         return []
@@ -137,7 +103,7 @@ def _attention(cfg) -> list[str]:
         reasons.append("a GPU")
     if find_spec("flash_attn") is None:
         reasons.append("the package flash-attn, which is not installed")
-    if cfg.precision.compute not in ("bf16", "fp16"):
+    if cfg.precision.compute not in ("bf16", "fp16", "fp8"):
         reasons.append(f"bf16 or fp16 instead of precision.compute={cfg.precision.compute}")
     return [f"model.attention=flash_attn needs {', and '.join(reasons)}: take model.attention=sdpa."] if reasons else []
 

@@ -1,5 +1,7 @@
 """Build this rank's model chunks and wrap them for data parallelism: Megatron's DDP, or Megatron-FSDP for ZeRO-2/3."""
 
+import copy
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -9,6 +11,7 @@ from megatron.core.transformer.module import Float16Module
 from conf.schema import Config, Format
 from models import gpt, init
 from parallel import checkpoint_map, checkpoint_weights
+from precision import no_masters
 
 SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 
@@ -39,14 +42,21 @@ def bare_chunks(cfg: Config) -> list[torch.nn.Module]:
 
 def wrap(cfg: Config, chunk: torch.nn.Module, device: torch.device, is_first: bool) -> torch.nn.Module:
     """Wrap one chunk. Only the first chunk of a rank is cut into buckets: the others are off the critical path."""
-    p = cfg.parallel
-    ddp = ddp_config(cfg)
+    # Gradients are added up, not averaged: models/loss.py divides. This is what Megatron calls the switch for it.
+    adding = copy.copy(chunk.config)
+    adding.calculate_per_token_loss = True
+    wrapped = _wrapped(cfg, adding, chunk, device, is_first)
+    wrapped.config = chunk.config
+    return wrapped
+
+
+def _wrapped(cfg: Config, config, chunk: torch.nn.Module, device: torch.device, is_first: bool) -> torch.nn.Module:
+    p, ddp, layout = cfg.parallel, ddp_config(cfg), None
     if p.zero >= 2:
         from parallel.zero import StageFSDP, allow_fp16
 
         allow_fp16()
-        return StageFSDP(chunk.config, ddp, chunk, disable_bucketing=not is_first, device=_as_cuda(device))
-    layout = None
+        return StageFSDP(config, ddp, chunk, disable_bucketing=not is_first, device=_as_cuda(device))
     if p.zero == 1:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         # The first pipeline stage alone communicates in buckets, as Megatron's DDP does.
@@ -58,7 +68,7 @@ def wrap(cfg: Config, chunk: torch.nn.Module, device: torch.device, is_first: bo
             ddp,
             expert_data_parallel_world_size=group.size(),
         )
-    return DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=not is_first, full_param_layout=layout)
+    return DistributedDataParallel(config, ddp, chunk, disable_bucketing=not is_first, full_param_layout=layout)
 
 
 def _as_cuda(device: torch.device) -> torch.device:
@@ -83,6 +93,7 @@ def ddp_config(cfg: Config) -> DistributedDataParallelConfig:
         # Without these two, ZeRO-2/3 would reduce in the compute format and differ from DDP in BF16.
         megatron_fsdp_main_grads_dtype=dtype,
         megatron_fsdp_grad_comm_dtype=dtype,
+        megatron_fsdp_main_params_dtype=None if no_masters.chosen(cfg) else torch.float32,
         # Needs PREMUL_SUM, which gloo lacks; a division beforehand gives the same sum.
         gradient_reduce_div_fusion=torch.cuda.is_available(),
     )

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from conf.schema import Compute, Config
+from conf.schema import Compute, Config, Fp8
 
 CLUSTERS = Path(__file__).resolve().parent.parent / "conf" / "cluster"
 _MEASURED = {Compute.bf16: torch.bfloat16}
@@ -29,7 +29,7 @@ def dense_peak(cfg: Config) -> dict | None:
 
     Every rank must call it: on a CPU it is measured, by all ranks at once since they share the cores.
     """
-    compute = cfg.precision.compute
+    compute = Compute.bf16 if cfg.precision.fp8 is Fp8.emulated else cfg.precision.compute
     if not torch.cuda.is_available():
         return _measure(compute)
     name = torch.cuda.get_device_name()

@@ -58,6 +58,12 @@ PROBLEMS = {
         "test_weights.py::test_export_after_import_gives_the_same_files_byte_by_byte",
         "test_weights.py::test_frequencies_that_early_llama_2_files_carry_are_left_out_when_they_are_the_known_ones",
     ),
+    20: (
+        "FP8 is no faster and it is hard to see what is in FP8 at all",
+        "test_precision.py::test_a_run_tells_which_layers_are_in_fp8",
+        "test_precision.py::test_fp8_is_real_where_the_gpu_has_it_and_refused_by_name_without_the_package",
+        "test_precision.py::test_emulation_is_in_the_name_wherever_a_run_is_shown",
+    ),
     21: (
         "Ctrl-C or a kill leaves ranks that hold devices",
         "test_sweep_runs.py::test_no_rank_outlives_a_sweep_that_is_stopped_and_the_same_command_finishes_it",

@@ -36,6 +36,17 @@ METRICS = {
 }
 AVERAGED = [name for name in METRICS if name.startswith("perf/")]
 METRICS |= {f"{name}_avg": f"{name}, averaged from the second step to now." for name in AVERAGED}
+# Of the steps that probe.every measures, over all layers and the output; probe/<what>/<layer> has each by itself, and
+# probe/grad_norm/<layer>. The embedding is left out of shares: rows of tokens that a batch lacks have no gradient.
+PROBED = {
+    "amp/underflow_fraction": "Share of the gradient, times the loss scale, that is 0 in probe.format; exact zeros "
+    "too, for that is what a backward pass in FP16 leaves of what it lost.",
+    "amp/overflow_fraction": "Share of the gradient, times the loss scale, that is not finite in probe.format.",
+    "amp/lost_updates": "Share of the weights, as the optimizer keeps them, that the update left exactly as they were.",
+    "amp/largest_activation": "Largest absolute value that came out of a layer or of one of its linear layers.",
+    "amp/relative_error": "Error of the worst layer's output, against FP32 from the same inputs, over its size.",
+    "probe/cost_s": "Seconds that the measurement took, on the logging rank.",
+}
 
 
 class Meter:

@@ -37,7 +37,7 @@ def html(run_dir: Path) -> str:
     config = OmegaConf.to_container(OmegaConf.load(frozen)) if frozen.exists() else {}
     title = " · ".join(result.named(found.get("choices", {}))) or run_dir.name
     drawn = charts(steps, config)
-    body = _head(title, found, run_dir) + page.places(drawn) + _rest(found, config)
+    body = _head(title, found, run_dir) + page.places(drawn) + _probed(steps) + _rest(found, config)
     return page.document(title, body, drawn, ("charts.js",))
 
 
@@ -63,6 +63,16 @@ def charts(steps: dict[int, dict[str, float]], config: dict) -> list[dict]:
             [series("step", "perf/tokens_per_s", color=3), series("average", "perf/tokens_per_s_avg")],
         ),
         ("Loss scale", [series("loss scale", "amp/loss_scale")]),
+        (
+            "Share lost to the number format",
+            [
+                series("gradient underflow", "amp/underflow_fraction", emphasis=True),
+                series("gradient overflow", "amp/overflow_fraction", emphasis=True),
+                series("updates", "amp/lost_updates", emphasis=True),
+            ],
+        ),
+        ("Largest activation", [series("largest", "amp/largest_activation", emphasis=True)]),
+        ("Relative error of the worst layer", [series("error", "amp/relative_error", emphasis=True)]),
     ]
     found = []
     for title, lines in wanted:
@@ -74,6 +84,20 @@ def charts(steps: dict[int, dict[str, float]], config: dict) -> list[dict]:
         log = title in ("Gradient norm before clipping", "Loss scale") and max(values) > 30 * min(values)
         found.append(page.chart(title, tokens, lines, log=log, from_zero=title == "Tokens per second"))
     return found
+
+
+def _probed(steps: dict[int, dict[str, float]]) -> str:
+    """The last numeric probe, a line for each layer; nothing when there was none."""
+    last = next((step for step in reversed(steps) if "probe/cost_s" in steps[step]), None)
+    if last is None:
+        return ""
+    layers: dict[str, list[str]] = {}
+    for name, value in steps[last].items():
+        if name.startswith("probe/") and name.count("/") == 2:
+            _, what, layer = name.split("/")
+            layers.setdefault(layer, []).append(f"{what.replace('_', ' ')} {value:.3g}")
+    rows = {layer: " · ".join(found) for layer, found in layers.items()}
+    return page.folded(f"Numbers layer by layer, step {last}", page.table(rows))
 
 
 def _head(title: str, found: dict, run_dir: Path) -> str:

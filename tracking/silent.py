@@ -10,7 +10,7 @@ class Silent:
     def __exit__(self, *error):
         return None
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: dict[str, float], histograms: dict | None = None) -> None:
         """Nothing."""
 
     def evaluating(self, done: int, total: int) -> None:

@@ -72,14 +72,17 @@ class Tracker:
         self._show_start()
         return self
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Records the metrics of a step (Meter.step) or evaluation (metrics.validation); step 0 is before the first."""
+    def log(self, step: int, metrics: dict[str, float], histograms: dict | None = None) -> None:
+        """Records the metrics of a step (Meter.step) or evaluation (metrics.validation); step 0 is before the first.
+
+        `histograms` maps a name to counts and edges, one more of these; W&B alone takes them.
+        """
         if step <= self._known:
             return
         metrics = {"tokens": self.summary.last.get("tokens", 0)} | metrics
         self.history.add(step, metrics)
         self.summary.add(step, metrics)
-        self.wandb.log(metrics)
+        self.wandb.log(metrics, histograms)
         if "perf/step_s" in metrics and "train/loss" in metrics:
             self.console.step(step, metrics)
         if "grad/norm" in metrics and self.norms.add(metrics["grad/norm"]):

@@ -116,7 +116,7 @@ class WandbRun:
         except (wandb.errors.Error, OSError, ValueError) as error:
             raise TrackingError(f"W&B cannot start ({_line(error)}); tracking.mode=disabled does without.") from error
         self._run.define_metric("tokens", hidden=True)
-        for prefix in ("train", "val", "grad", "amp", "perf", "mem", "time"):
+        for prefix in ("train", "val", "grad", "amp", "probe", "perf", "mem", "time"):
             self._run.define_metric(f"{prefix}/*", step_metric="tokens")
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._hand_over_often, name="wandb", daemon=True)
@@ -145,9 +145,15 @@ class WandbRun:
         write(self._run_dir, FILE, **about, mode=self.mode, url=self.url, file=file, status=status, cause=cause)
         self._fields = fields
 
-    def log(self, metrics: dict[str, float]) -> None:
-        """Takes the metrics of a step or an evaluation; W&B has them at most HAND_OVER_S later."""
+    def log(self, metrics: dict[str, float], histograms: dict | None = None) -> None:
+        """Takes the metrics of a step or an evaluation, and counts and edges of its histograms; W&B has them at most
+        HAND_OVER_S later.
+        """
         if self._run is not None and self.problem is None:
+            if histograms:
+                from wandb import Histogram
+
+                metrics = metrics | {name: Histogram(np_histogram=held) for name, held in histograms.items()}
             self._waiting.append(metrics | {"_timestamp": time.time()})  # of the step, not of handing it over
 
     def finish(self, status: str, summary: dict) -> None:
