@@ -11,7 +11,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from parallel import rank_process
+from parallel import parity_rank, rank_process
 from parallel.attach import attach, attached, complete
 from parallel.compose import command_line, tell
 from parallel.frozen import load
@@ -218,6 +218,8 @@ if __name__ == "__main__":
         rank_process.run(rank, Path(sys.argv[2]))
     elif sys.argv[1:2] == ["--point"]:
         sys.exit(frozen_point(Path(sys.argv[2])))
+    elif sys.argv[1:2] == ["--parity"]:
+        rank_process.run(parity_rank.run, rank, Path(sys.argv[2]))
     elif attached():
         rank_process.run(attached_rank, sys.argv[1:])
     else:

@@ -10,19 +10,30 @@ from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
 
+import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, QuotedString
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.schema import Config
-from parallel.compose import chosen, of_a_point
+from parallel.compose import CURRENT, chosen, of_a_point
+from parallel.overrides import CONF
 
 CLASSES = {f.name: f.default_factory for f in fields(Config)}
 
 
 class NotParts(Exception):
     """Something of a point that only Hydra can compose."""
+
+
+def without_a_command_line() -> "Assembler":
+    """An assembler of points for a program that is not started through Hydra."""
+    with hydra.initialize_config_dir(str(CONF), job_name="train", **CURRENT):
+        loader = GlobalHydra.instance().config_loader()
+        return Assembler(loader, loader.load_configuration("config", overrides=[], run_mode=RunMode.RUN))
 
 
 class Assembler:

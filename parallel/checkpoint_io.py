@@ -8,6 +8,8 @@ tensors themselves are read by torch.load with weights_only, which builds tensor
 import json
 import os
 import pickle
+import warnings
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,11 +203,15 @@ def load(checkpoint: Path, tensors: dict[str, Pieces], alone: bool = False) -> N
         raise BadCheckpoint(f"{checkpoint} cannot be read: {str(error).strip().splitlines()[-1]}") from error
 
 
-def read(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint as whole tensors in this process's memory; no process group is needed."""
+def read(checkpoint: Path, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
+    """Tensors of a checkpoint, all by default, whole and in this process's memory; no process group is needed."""
     whole = {
         name: torch.zeros(tensor["shape"], dtype=getattr(torch, tensor["dtype"]))
         for name, tensor in read_index(checkpoint).items()
+        if names is None or name in names
     }
-    load(checkpoint, {n: Pieces(tuple(t.shape), [Piece((0,) * t.dim(), t, False)]) for n, t in whole.items()}, True)
+    pieces = {n: Pieces(tuple(t.shape), [Piece((0,) * t.dim(), t, False)]) for n, t in whole.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
+        load(checkpoint, pieces, alone=True)
     return whole

@@ -1,5 +1,6 @@
 """What the device could do at best: the denominator of MFU, always with its source."""
 
+import functools
 import time
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def dense_peak(cfg: Config) -> dict | None:
     """
     compute = Compute.bf16 if cfg.precision.fp8 is Fp8.emulated else cfg.precision.compute
     if not torch.cuda.is_available():
-        return _measure(compute)
+        return _measure(compute, dist.get_world_size())
     name = torch.cuda.get_device_name()
     for cluster in [cfg.cluster, *map(OmegaConf.load, sorted(CLUSTERS.glob("*.yaml")))]:
         if cluster.device == name and compute.value in cluster.peak_tflops:
@@ -44,14 +45,15 @@ def dense_peak(cfg: Config) -> dict | None:
     return None
 
 
-def _measure(compute: Compute, size: int = 768, seconds: float = 0.5) -> dict:
+@functools.cache  # a process may train more than one point
+def _measure(compute: Compute, ranks: int, size: int = 768, seconds: float = 0.5) -> dict:
     """The best of repeated products of two square matrices; FP16 and TF32 are computed in FP32 on a CPU.
 
     The products are short, a few milliseconds, so that some of them go undisturbed on a machine that is busy.
     """
     dtype = _MEASURED.get(compute, torch.float32)
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-    if dist.get_world_size() > 1:
+    if ranks > 1:
         dist.barrier()
     best, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end or best == float("inf"):
