@@ -14,6 +14,7 @@ from parallel import checkpoint_files as files
 from parallel.checkpoint_io import MASTER, Stream
 
 PRECISIONS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+_BLOCK = 1 << 22  # elements that are read at once
 # What lies beside the weights and is kept, so that `models.generate` finds the tokenizer and an export is complete.
 BESIDE = (
     "config.json generation_config.json tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json "
@@ -125,6 +126,11 @@ def _check_frequencies(folder: hf_files.Folder, name: str, shape) -> None:
         raise BadWeights(f"{path}: {name} is not what rope_theta={shape.rope_base:g} in config.json gives.")
 
 
+def _finite(data: torch.Tensor) -> bool:
+    """Whether every value is a number; a sum tells it fast, unless it overflows by itself."""
+    return bool(data.sum(dtype=torch.float32).isfinite() or data.isfinite().all())
+
+
 def _stream(folder: hf_files.Folder, shape, names: dict[str, list[str]], into: Path, step) -> None:
     wanted = hf_names.tensors(shape)
     out = Stream(into, {f"{MASTER}/{key}": size for key, size in hf_names.shapes(shape).items()})
@@ -137,12 +143,16 @@ def _stream(folder: hf_files.Folder, shape, names: dict[str, list[str]], into: P
                     continue
                 rows_of = shard.get_slice(name)
                 for rows, offset, size in wanted[name].boxes():
-                    data = rows_of[rows.start : rows.end]
-                    if not torch.isfinite(data).all():
-                        raise BadWeights(f"{folder.path / file}: {name} has values that are no finite numbers.")
-                    out.write(f"{MASTER}/{rows.key}", offset, data.view(size))
-                    done += data.nbytes
-                    step(done, everything)
+                    axis = 0 if rows.layer is None else 1  # that of the rows
+                    at_once = max(1, _BLOCK // torch.Size(size[axis + 1 :]).numel())
+                    for first in range(rows.start, rows.end, at_once):
+                        data = rows_of[first : min(first + at_once, rows.end)]
+                        if not _finite(data):
+                            raise BadWeights(f"{folder.path / file}: {name} has values that are no finite numbers.")
+                        at = (*offset[:axis], rows.at + first - rows.start, *offset[axis + 1 :])
+                        out.write(f"{MASTER}/{rows.key}", at, data.view(*size[:axis], *data.shape))
+                        done += data.nbytes
+                        step(done, everything)
                 key, vocab = wanted[name].rows[0].key, wanted[name].shape[0]
                 if key in (hf_names.EMBEDDING, hf_names.OUTPUT) and hf_names.shapes(shape)[key][0] > vocab:
                     padding = torch.zeros(hf_names.shapes(shape)[key][0] - vocab, shape.hidden, dtype=data.dtype)

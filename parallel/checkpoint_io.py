@@ -137,6 +137,7 @@ class Stream:
     """
 
     def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]]):
+        torch.serialization.set_crc32_options(False)  # SHA-256 says more
         self.folder, self._files, self._file = folder, 0, None
         self._tensors = {name: {"shape": list(shape), "dtype": None, "boxes": []} for name, shape in shapes.items()}
 
