@@ -45,6 +45,9 @@ def trace(cfg, steps: int = STEPS, load: Path | None = None, save: Path | None =
     wrap.connect(chunks, optimizer, cfg)
     if load:
         checkpoint_io.load(load, checkpoint_state.tensors(chunks, optimizer, cfg))
+        checkpoint_state.set_updates(chunks, optimizer, cfg, STEPS)
+        checkpoint_state.install_masters(chunks, optimizer, cfg.parallel.zero)
+        schedule.num_steps = STEPS
     rank, size = facts.data_rank()
     tokens = np.random.default_rng(0).integers(0, 256, (cfg.train.global_batch, cfg.train.seq_len + 1))
     found = []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpointed import ENDLESS, REPO, at, runner, steps
-from optimizer_rank import SMALL, configuration, trace
+from optimizer_rank import SMALL, STEPS, configuration, trace
 from optimizer_reference import reference
 from test_checkpoint import deviations as distances
 
@@ -181,6 +181,15 @@ def test_offloaded_moments_compute_the_same(single_rank):
         words = ["parallel=single", f"optimizer={name}"]
         here, there = (trace(configuration([*words, *more])) for more in ([], ["parallel.offload=optimizer"]))
         assert all(a == pytest.approx(b, rel=1e-6) for a, b in zip(there, here, strict=True)), name
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("name", ["adagrad", "lamb", "lion", "adafactor", "muon", "adamw optimizer.moments=bf16"])
+def test_a_rule_goes_on_from_its_moments_bit_for_bit(name, zero, single_rank, tmp_path):
+    cfg = configuration(["parallel=single", f"parallel.zero={zero}", *f"optimizer={name}".split()])
+    whole = trace(cfg, 2 * STEPS)
+    assert trace(cfg, save=tmp_path) == whole[:STEPS]
+    assert trace(cfg, load=tmp_path) == whole[STEPS:]
 
 
 @pytest.mark.slow
