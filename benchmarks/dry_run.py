@@ -3,8 +3,8 @@
     python -m benchmarks.dry_run [case=NAME ...]
 
 For each case real ranks (gloo, two steps) run with every storage followed from its first use to its end, and with the
-collectives counted where they enter PyTorch; the dry run of the same configuration is compared with rank 0 and with the
-last rank: model state and bytes sent per axis have to agree exactly, the peak of the second step within 3 %. Beside it
+collectives counted where they enter PyTorch; the dry run of the same configuration is compared with the first
+rank of the first and of the last pipeline stage: model state and bytes sent per axis have to agree exactly, the peak of the second step within 3 %. Beside it
 stands the CPU allocator's own count, which cannot see a block end in one of gloo's threads. Writes
 benchmarks/results/dry_run.json.
 """
@@ -180,7 +180,7 @@ def compare(names: list[str]) -> dict:
 
     quiet.libraries()
     from parallel.resolve import world_size
-    from planner import dry_run
+    from planner import dry_run, fake_world
 
     cfgs = {name: config(CASES[name]) for name in names}
     results = {}
@@ -196,7 +196,7 @@ def compare(names: list[str]) -> dict:
             if any([rank.wait() for rank in ranks]):
                 raise SystemExit(f"a real rank of {here} failed")
             for name in here:
-                for rank in {0, world - 1}:
+                for rank in sorted({fake_world.coordinates(cfgs[name], s) for s in (0, cfgs[name].parallel.pp - 1)}):
                     real = json.loads(Path(folder, f"{name}.{rank}").read_text())
                     dry = facts(dry_run.rank(cfgs[name], rank, micro_batches(cfgs[name])))
                     results[f"{name}/{rank}"] = {"real": real, "dry": dry}

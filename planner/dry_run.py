@@ -23,7 +23,8 @@ def rank(cfg, number: int, micro_batches: int, settled: bool = True) -> Recorder
 
     The first step allocates what the optimizer keeps. Segments of the result are `build`, `zero`, `forward/C/I` and
     `backward/C/I` (model chunk C, micro-batch I), `between` (pipeline traffic, gradient reduction) and `optimizer`.
-    Without `settled` there is one step, which takes half the time.
+    Without `settled` there is one step, which takes half the time. Under ZeRO-2/3 the rank has to be the first of its
+    data-parallel group: Megatron-FSDP compares shards with the other ranks', which are not there.
     """
     with fake_world.rank_of(cfg, number), fake_world.without_values():
         recorder = Recorder(fake_world.axis_of(), items=_item)
