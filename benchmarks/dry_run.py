@@ -3,10 +3,10 @@
     python -m benchmarks.dry_run [case=NAME ...]
 
 For each case real ranks (gloo, two steps) run with every storage followed from its first use to its end, and with the
-collectives counted where they enter PyTorch; the dry run of the same configuration is compared with the first
-rank of the first and of the last pipeline stage: model state and bytes sent per axis have to agree exactly, the peak of the second step within 3 %. Beside it
-stands the CPU allocator's own count, which cannot see a block end in one of gloo's threads. Writes
-benchmarks/results/dry_run.json.
+collectives counted where they enter PyTorch; the dry run of the same configuration is compared with the first rank of
+the first and of the last pipeline stage: model state and bytes sent per axis have to agree exactly, the peak of the
+second step within 3 %. Beside it stands the CPU allocator's own count, which cannot see a block end in one of gloo's
+threads. Writes benchmarks/results/dry_run.json.
 """
 
 import gc
