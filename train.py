@@ -96,6 +96,7 @@ def rank(run_dir: Path) -> None:
         "rank_map": facts.rank_map(cfg),
         "run_command": facts.command(frozen.overrides),
         "data": corpus.facts,
+        "resumed": checkpoints.resumed,
         "notes": {
             "memory": facts.memory_note(cfg, chunks),
             "time": facts.time_note(cfg, flops_per_token, best),
@@ -117,7 +118,7 @@ def rank(run_dir: Path) -> None:
         heartbeat.beat(f"evaluation, batch {batch}")
         tracker.evaluating(batch, held_out.steps)
 
-    with facts.tracker(frozen, run_dir, known, done) as tracker:
+    with facts.tracker(frozen, run_dir, known, done) as tracker, checkpoints:
         rank_process.last_words(tracker.last_words)
         if check:
             tracker.verdict(check)
@@ -203,6 +204,14 @@ def frozen_point(run_dir: Path) -> int:
         return 130
 
 
+def launched_rank(run_dir: Path) -> None:
+    """Train as one of the ranks that `parallel.launch` started."""
+    from tracking import result
+
+    rank_process.ask_elsewhere(lambda: result.why_stopped(run_dir))
+    rank(run_dir)
+
+
 def attached_rank(argv: list[str]) -> None:
     """Train as one of the ranks that torchrun or SLURM started."""
     run_dir = attach(argv)
@@ -215,7 +224,7 @@ def attached_rank(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        rank_process.run(rank, Path(sys.argv[2]))
+        rank_process.run(launched_rank, Path(sys.argv[2]))
     elif sys.argv[1:2] == ["--point"]:
         sys.exit(frozen_point(Path(sys.argv[2])))
     elif sys.argv[1:2] == ["--parity"]:

@@ -446,6 +446,9 @@ class Checkpoint:
     every: int | None = None
     # Newest checkpoints to keep.
     keep: int = MISSING
+    # Write beside training, from a copy in host memory: true, false (training waits), or auto for true where the copy
+    # takes at most half of the memory that is free.
+    asynchronous: bool | str = MISSING
     # Go on from a checkpoint: its path or that of a run (its newest), written under any layout and precision; `auto`
     # for the newest in this run's own folder, from the beginning when there is none; null for a fresh start.
     resume: str | None = None

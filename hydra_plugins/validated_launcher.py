@@ -40,8 +40,8 @@ class ValidatedLauncher(BasicLauncher):
         planned = points.plan(loader, self.config, job_overrides, self._check)
         try:
             begun, due = points.begin(folder, self.config, planned, sys.argv[1:])
-        except Refused:
-            remove_unless_used(folder, "multirun.yaml")
+        except (Refused, KeyboardInterrupt, SystemExit):
+            remove_unless_used(folder, {"multirun.yaml"})
             raise
         self._run_all(begun, due)
         return [self._returned(begun, point) for point in planned]

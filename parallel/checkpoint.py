@@ -1,8 +1,6 @@
 """When a run writes checkpoints, what goes into them, and how it goes on from one under whatever layout it has now."""
 
-import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,23 +10,40 @@ import torch.distributed as dist
 from conf.schema import Config
 from parallel import checkpoint_files as files
 from parallel import checkpoint_io as io
-from parallel import checkpoint_rules, frozen, rank_process
+from parallel import checkpoint_rules, rank_process
 from parallel import checkpoint_state as state
 from parallel.checkpoint_agree import of_first_rank, verify
 from parallel.checkpoint_files import BadCheckpoint
+from parallel.checkpoint_write import Writer
+from tracking import result, wandb_run
 
 LAYOUT = ("tp", "pp", "vpp", "cp", "dp", "sequence_parallel", "zero")
 
 
 class Checkpoints:
-    """Checkpoints of one run; every rank has one and calls the same methods at the same step."""
+    """Checkpoints of one run; every rank has one and calls the same methods at the same step.
+
+    As a context manager around the training loop: a run that fails leaves its last checkpoint complete.
+    """
 
     def __init__(self, cfg: Config, run_dir: Path, chunks, optimizer, schedule, clipper):
         self.cfg, self.run_dir = cfg, Path(run_dir)
         self.chunks, self.optimizer, self.schedule, self.clipper = chunks, optimizer, schedule, clipper
-        self.notes: dict[str, str] = {}  # where the run goes on from, for the block before the first step
-        # A rank that stops in the middle of a step has no state that fits those of the others.
-        self._stop_asked = rank_process.stop_between_steps() if cfg.checkpoint.every else None
+        self.notes: dict[str, str] = {}  # for the block before the first step
+        self.resumed: dict | None = None  # what the run goes on from, for the tracker
+        if cfg.checkpoint.every:
+            size = state.bytes_to_write(chunks, optimizer, cfg)
+            self.writer = Writer(self.run_dir, cfg.checkpoint.keep, cfg.checkpoint.asynchronous, size)
+            self.notes["checkpoints"] = f"every {cfg.checkpoint.every:,} steps, {self.writer.note}"
+            # A rank that stops in the middle of a step has no state that fits those of the others.
+            self._stop_asked = rank_process.stop_between_steps()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if self.cfg.checkpoint.every and isinstance(error, Exception):
+            self.writer.settle(rank_process.LAST_STEP_S)
 
     def resume(self) -> int:
         """Go on from the checkpoint that `checkpoint.resume` means; the steps that are done already.
@@ -39,12 +54,14 @@ class Checkpoints:
         found = of_first_rank(lambda: files.find(wanted, self.run_dir) if wanted else None)
         if found is None:
             if wanted:
-                self.notes = {"resumed": "no: checkpoint.resume=auto found no checkpoint in this run's folder"}
+                self.notes["resumed"] = "no: checkpoint.resume=auto found no checkpoint in this run's folder"
             return 0
         return self._load(found)
 
     def roll_back(self) -> Iterator[int]:
         """Load the checkpoints in this run's own folder again, the newest first; the steps that are done in each."""
+        if self.cfg.checkpoint.every:
+            self.writer.finish()
         for found in reversed(of_first_rank(lambda: files.complete(self.run_dir / files.FOLDER))):
             yield self._load(found)
 
@@ -66,68 +83,56 @@ class Checkpoints:
         if about["loss_scale"] is not None:
             state.set_loss_scale(self.optimizer, about["loss_scale"])
         self.clipper.norms.clear()
-        self.clipper.norms.clear()
         self.clipper.norms.extend(about.get("recent_norms", []))
         self.schedule.num_steps = about["step"]  # the rest of it is a function of the configuration
-        self.notes = {"resumed": "after " + self._told(found, about, same_layout)}
+        self.notes["resumed"] = "after " + self._told(found, about, same_layout)
+        kept = {name: about.get(name) for name in ("wandb_id", "parent")}
+        self.resumed = kept | {"checkpoint": str(found.resolve())}
         return about["step"]
 
     def after(self, step: int) -> None:
-        """To be called after every step: write a checkpoint when it is due, and before a stop that was asked for.
+        """To be called after every step: save when it is due, and before a stop that was asked for.
 
-        Raises rank_process.Stopped when a signal asked any rank to stop.
+        Raises rank_process.Stopped when a signal asked any rank to stop, BadCheckpoint when the disk does not take one.
         """
         every, last = self.cfg.checkpoint.every, step == self.cfg.train.steps
         if not every:
             return
-        signum = torch.tensor([self._stop_asked()], dtype=torch.long, device="cuda")
-        dist.all_reduce(signum, dist.ReduceOp.MAX)
-        if signum.item() or last or step % every == 0:
+        told = torch.tensor([self._stop_asked(), self.writer.failed()], dtype=torch.long, device="cuda")
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        signum, failed = told.tolist()
+        if failed:
+            self.writer.finish()
+        if signum or last or step % every == 0:
             self.save(step)
-        if signum.item():
-            raise rank_process.Stopped(int(signum))
+        if signum:
+            self.writer.finish()
+            raise rank_process.Stopped(signum)
         if last:
+            self.writer.finish()
             rank_process.stop_at_once()
 
     def save(self, step: int) -> None:
-        """Write the checkpoint after `step` steps. Raises BadCheckpoint on all ranks when the disk does not take it."""
-        rank, folder = dist.get_rank(), self.run_dir / files.FOLDER
-        unfinished = folder / f"{files.UNFINISHED}{files.name_of(step)}"
-        _together(lambda: files.begin(folder, step) if rank == 0 else None, folder)
+        """Begin to write the checkpoint after `step` steps; `writer.finish()` waits until it is complete."""
         tensors = state.tensors(self.chunks, self.optimizer, self.cfg) | _by_rank(state.generators())
-        updates = state.updates(self.chunks, self.optimizer, self.cfg.parallel.zero)
+        self.writer.start(step, tensors, self._about(step))
 
-        def write():
-            io.save(unfinished, tensors)
-            return {path.name: files.fingerprint(path) for path in unfinished.glob(f"__{rank}_*.distcp")}
-
-        known = {name: about for part in _together(write, unfinished) for name, about in part.items()}
-
-        def finish():
-            if rank:
-                return
-            shutil.copyfile(self.run_dir / frozen.FILE, unfinished / frozen.FILE)
-            for name in (io.INDEX, frozen.FILE):
-                known[name] = files.fingerprint(unfinished / name)
-            files.commit(unfinished, self._about(step, updates) | {"files": known}, self.cfg.checkpoint.keep)
-
-        _together(finish, unfinished)
-
-    def _about(self, step: int, updates: int) -> dict:
-        train, wandb = self.cfg.train, self.run_dir / "wandb.json"
+    def _about(self, step: int) -> dict:
+        train = self.cfg.train
         return {
             "step": step,
             "tokens": step * train.global_batch * train.seq_len,
             # The order of samples is a function of (seed, index), so this number is the whole data position.
             "samples": step * train.global_batch,
-            "updates": updates,
+            "updates": state.updates(self.chunks, self.optimizer, self.cfg.parallel.zero),
             "loss_scale": state.loss_scale(self.optimizer),
             "recent_norms": list(self.clipper.norms),
             "layout": self._layout(),
             "world_size": dist.get_world_size(),
             **checkpoint_rules.fixed(self.cfg),
             "precision": str(self.cfg.precision.name),
-            "wandb_id": json.loads(wandb.read_bytes()).get("id") if wandb.exists() else None,
+            "wandb_id": result.load(self.run_dir, wandb_run.FILE).get("id"),
+            "parent": result.load(self.run_dir, result.FACTS_FILE).get("parent"),
             "torch": torch.__version__,
         }
 
@@ -137,13 +142,19 @@ class Checkpoints:
     def _told(self, found: Path, about: dict, same_layout: bool) -> str:
         words = [f"step {about['step']:,} of {os.path.relpath(found)}"]
         if not same_layout:
-            sizes = {name: size for name, size in about["layout"].items() if size not in (1, 0, False)}
+            sizes = {name: size for name, size in about["layout"].items() if size > (name != "zero")}
             was = ", ".join(f"{name}={size}" for name, size in sizes.items()) or "one process"
             words.append(f"written under {was}")
             if self.cfg.model.dropout:
                 words.append("dropout draws other numbers than there")
-        if about["loss_scale"] is None and state.loss_scale(self.optimizer) is not None:
+        was, now = about["precision"], str(self.cfg.precision.name)
+        if was != now:
+            words.append(f"written in {was}")
+        scales = about["loss_scale"] is not None, state.loss_scale(self.optimizer) is not None
+        if scales == (False, True):
             words.append("which has no loss scale, so that it starts anew")
+        if scales == (True, False):
+            words.append(f"whose loss scale of {about['loss_scale']['scale']:g} has no use here")
         return ", ".join(words)
 
 
@@ -153,20 +164,3 @@ def _by_rank(generators: dict[str, torch.Tensor]) -> dict[str, state.Pieces]:
         f"generators/{rank}/{name}": state.Pieces(tuple(held.shape), [state.Piece((0,), held, True)])
         for name, held in generators.items()
     }
-
-
-def _together(do, path: Path) -> list:
-    """Run something on every rank and gather what it returns; one rank's trouble with the disk is everybody's."""
-    result = problem = None
-    try:
-        result = do()
-    except OSError as error:
-        problem = f"{error.filename or path} cannot be written: {error.strerror or error}"
-    except dist.checkpoint.api.CheckpointException as error:
-        problem = f"{path} cannot be written: {str(error).strip().splitlines()[-1]}"
-    told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (result, problem))
-    problem = next((problem for _, problem in told if problem), None)
-    if problem:
-        raise BadCheckpoint(f"No checkpoint was written: {problem}.")
-    return [result for result, _ in told]

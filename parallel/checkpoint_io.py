@@ -5,11 +5,14 @@ it. Its own metadata file is a pickle, whose loading can execute what is in it, 
 tensors themselves are read by torch.load with weights_only, which builds tensors and nothing else.
 """
 
+import hashlib
+import io
 import json
 import os
 import pickle
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +35,7 @@ from parallel.checkpoint_files import BadCheckpoint, write_synced
 
 INDEX = "index.json"
 MASTER = "weights"  # in front of a weight's own name; its moments have theirs
+_WORTH_A_THREAD = 1 << 18
 
 
 @dataclass
@@ -97,8 +101,75 @@ def _chunk(piece: Piece) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=piece.data.size())
 
 
+class HashedFile(io.BufferedWriter):
+    """A new file whose SHA-256 is computed while it is written, and which is on its way to the disk meanwhile.
+
+    Both are done in other threads, as far as blocks are large.
+    """
+
+    def __init__(self, path: Path, threads: ThreadPoolExecutor):
+        super().__init__(io.FileIO(path, "x"))
+        self.digest, self.size, self._threads = hashlib.sha256(), 0, threads
+        self.problem: OSError | None = None
+        self._synced: Future | None = None
+
+    def write(self, block) -> int:
+        """Writes and hashes a block, all of it."""
+        self.size += len(block)
+        if len(block) < _WORTH_A_THREAD:
+            self.digest.update(block)
+            return super().write(block)
+        hashed = self._threads.submit(self.digest.update, block)
+        try:
+            written = super().write(block)
+        except OSError as error:
+            self.problem = error
+            raise
+        finally:
+            hashed.result()  # the block is the caller's again
+        if self._synced is None or self._synced.done():
+            self._wait()
+            # The system would begin to write only when told to, or when gigabytes wait.
+            self._synced = self._threads.submit(os.fdatasync, self.fileno())
+        return written
+
+    def close(self) -> None:
+        """Closes the file. Raises OSError when something of it did not reach the disk, which is told only once."""
+        try:
+            self._wait()
+        finally:
+            super().close()
+
+    def _wait(self) -> None:
+        synced, self._synced = self._synced, None
+        if synced:
+            synced.result()
+
+
+class HashedFiles(dcp.filesystem.FileSystem):
+    """DCP's files. `known` has size and SHA-256 of each that was written, by name."""
+
+    def __init__(self):
+        self.known: dict[str, dict] = {}
+
+    @contextmanager
+    def create_stream(self, path: Path, mode: str):
+        """As DCP wants it; it writes and syncs one file after the other."""
+        with ThreadPoolExecutor(2) as threads, HashedFile(path, threads) as file:
+            try:
+                yield file
+            except RuntimeError as error:  # torch's writer stumbles over what the disk has said
+                raise file.problem or error from error
+        self.known[path.name] = {"bytes": file.size, "sha256": file.digest.hexdigest()}
+
+
 class Writer(dcp.FileSystemWriter):
     """DCP's writer, synced file by file, with the index in JSON."""
+
+    def __init__(self, folder: Path):
+        # Copying ahead is DCP's way to overlap with a GPU, in a stream that would be one of the wrong GPU in a thread.
+        super().__init__(folder, per_thread_copy_ahead=0)
+        self.fs = HashedFiles()
 
     def finish(self, metadata: Metadata, results) -> None:
         """Writes the index; called on one rank when all have written."""
@@ -177,11 +248,17 @@ def read_index(checkpoint: Path) -> dict:
     return index
 
 
-def save(folder: Path, tensors: dict[str, Pieces]) -> None:
-    """Write tensors into a folder; every rank must call it. Of equal boxes on several ranks one is written."""
+def save(folder: Path, tensors: dict[str, Pieces], group=None) -> dict[str, dict]:
+    """Write tensors into a folder; size and SHA-256 of each file of this rank, by name. Every rank must call it.
+
+    Its collectives run in `group`. Of equal boxes on several ranks one is written.
+    """
     state = {name: Sharded(parts) for name, parts in tensors.items()}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    dcp.save(state, storage_writer=Writer(folder), planner=planner)
+    writer = Writer(folder)
+    torch.serialization.set_crc32_options(False)  # SHA-256 says more
+    dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
+    return writer.fs.known
 
 
 def load(checkpoint: Path, tensors: dict[str, Pieces], alone: bool = False) -> None:

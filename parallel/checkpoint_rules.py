@@ -10,15 +10,17 @@ from parallel import checkpoint_files as files
 
 
 def problems(cfg) -> list[str]:
-    """What forbids going on from `checkpoint.resume`; of `auto` only the ranks can say it, in the run's own folder."""
-    resume = cfg.checkpoint.resume
+    """What is wrong with the group `checkpoint`; of `resume=auto` only the ranks can say it, in their run's folder."""
+    resume, asynchronous, said = cfg.checkpoint.resume, cfg.checkpoint.asynchronous, []
+    if asynchronous not in (True, False, "auto"):
+        said.append(f"checkpoint.asynchronous={asynchronous} is unknown: take auto, true or false.")
     if resume is None or resume == "auto":
-        return []
+        return said
     try:
         found = files.find(resume, Path())
-        return unfit(found, files.read_about(found), cfg)
+        return said + unfit(found, files.read_about(found), cfg)
     except files.BadCheckpoint as problem:
-        return [str(problem)]
+        return [*said, str(problem)]
 
 
 def unfit(checkpoint: Path, about: dict, cfg) -> list[str]:

@@ -81,17 +81,45 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def tensors(chunks, optimizer, cfg) -> dict[str, Pieces]:
     """Master weights and moments of this rank, by layout-free name; moments not there yet are made, as zeros."""
     found: dict[str, Pieces] = {}
-    for part in owned(chunks, optimizer, cfg.parallel.zero):
+    for part, place, box, writes in _boxes(chunks, optimizer, cfg):
         held = {MASTER: local(part.master)}
         held |= {name: local(_moment(part, name)) for name in _moments(part, cfg)}
-        for place in part.places:
-            for box in boxes(place, part.start, part.end):
-                for name, flat in held.items():
-                    entry = found.setdefault(f"{name}/{place.key}", Pieces(place.global_shape, []))
-                    entry.pieces.append(_piece(box, flat, place.writes))
+        for name, flat in held.items():
+            entry = found.setdefault(f"{name}/{place.key}", Pieces(place.global_shape, []))
+            entry.pieces.append(Piece(box.offset, flat[box.first : box.last].view(box.shape), writes))
+    for part in owned(chunks, optimizer, cfg.parallel.zero):
         for name, shape, piece in _vectors(part, cfg.parallel.zero):
             found.setdefault(name, Pieces(shape, [])).pieces.append(piece)
     return found
+
+
+def bytes_to_write(chunks, optimizer, cfg) -> int:
+    """About how much this rank writes, before its moments are made: its share of `tensors`, and its generators."""
+    kinds, total = 1 + len(MOMENTS[cfg.optimizer.name]), sum(aligned(held) for held in generators().values())
+    for part, _, box, writes in _boxes(chunks, optimizer, cfg):
+        total += writes * kinds * aligned(local(part.master)[box.first : box.last])
+    return total
+
+
+def aligned(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor, rounded up to where the next one may begin."""
+    return -(-tensor.nbytes // 64) * 64
+
+
+def _boxes(chunks, optimizer, cfg) -> Iterator[tuple[Owned, Place, Box, bool]]:
+    """Every box of this rank, and whether this rank writes it.
+
+    Without ZeRO all data-parallel ranks own the same boxes: each writes the next one when it has written least so far.
+    """
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    written = [0] * (1 if cfg.parallel.zero else group.size())
+    me = 0 if cfg.parallel.zero else group.rank()
+    for part in owned(chunks, optimizer, cfg.parallel.zero):
+        for place in part.places:
+            for box in boxes(place, part.start, part.end):
+                turn = written.index(min(written))
+                written[turn] += (box.last - box.first) * place.writes
+                yield part, place, box, place.writes and turn == me
 
 
 def _moments(part: Owned, cfg) -> list[str]:
@@ -110,10 +138,6 @@ def _vectors(part: Owned, zero: int) -> Iterator[tuple[str, tuple[int, ...], Pie
             shape = place.global_shape[:ahead] + (place.global_shape[ahead + axis],)
             data = held[name].view((1,) * ahead + shape[ahead:])
             yield f"{name}/{place.key}", shape, Piece(place.offset[:ahead] + (0,), data, writes)
-
-
-def _piece(box: Box, flat: torch.Tensor, writes: bool) -> Piece:
-    return Piece(box.offset, flat[box.first : box.last].view(box.shape), writes)
 
 
 def _moment(part: Owned, name: str) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -20,11 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from conf.schema import CommandLine, Config
-from parallel import checkpoint_rules, memory, overrides, resume, rules, slurm, sweep
+from parallel import checkpoint_rules, memory, overrides, resume, rules, signals, slurm, sweep
 from parallel.checkpoint_files import BadCheckpoint
 from parallel.frozen import FILE, Frozen, freeze, load
 from parallel.refused import Refused
 from parallel.resolve import model_ranks
+from tracking import result
 
 __all__ = [
     "Refused",
@@ -134,10 +136,11 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
     """Compose, check and freeze every point that `argv` asks for and call `run(run_dir, frozen)` for each.
 
     `run` returns the exit code of its point. Returns the first code that is not 0, REFUSED when nothing was started,
-    and 130 on Ctrl-C.
+    and 128 + n when signal n stopped it.
     """
     codes: list[int] = []
     refused: list[str] = []
+    opened: list[Path] = []
     started: list[Path] = []
 
     @hydra.main(**CURRENT, config_path=str(overrides.CONF), config_name="config")
@@ -149,6 +152,7 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
             _say_notes(frozen.cfg)
             run(run_dir, frozen)
             return
+        opened.append(run_dir)
         try:
             if (run_dir / FILE).exists() and cfg.checkpoint.resume != "auto":
                 raise Refused(
@@ -159,7 +163,7 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
                 )
             resolved = check(cfg)
         except Refused as refusal:
-            remove_unless_used(run_dir, ".hydra")
+            remove_unless_used(run_dir, {".hydra"})
             refused.extend(refusal.sentences)
             return
         _say_notes(resolved)
@@ -178,7 +182,8 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
         own = Path(flags.config_dir) if flags.config_dir else None
         _refuse(overrides.problems(flags.overrides, flags.multirun or SWEEPS in argv, own))
         sys.argv[1:] = argv
-        point()
+        with signals.as_exceptions(signal.SIGTERM, signal.SIGHUP):
+            point()
     except Refused as refusal:
         return tell(refusal.sentences, _headline(sweep.current is not None))
     except sweep.PointFailed as failure:
@@ -190,7 +195,11 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
             raise
         return tell([f"the run folder cannot be made: {error}; name another with hydra.run.dir or hydra.sweep.dir."])
     except KeyboardInterrupt:
-        return 130
+        return _stopped(signal.SIGINT, opened[-1] if opened else None)
+    except SystemExit as stop:
+        if isinstance(stop.code, int) and stop.code > 128:
+            return _stopped(stop.code - 128, opened[-1] if opened else None)
+        raise
     finally:
         os.environ.pop("HYDRA_FULL_ERROR", None)
         if sweep.current is not None:
@@ -200,6 +209,19 @@ def command_line(run: Callable[[Path, Frozen], int], argv: list[str]) -> int:
     if refused:
         return tell(refused, _headline(bool(codes)))
     return next((code for code in codes if code), 0)
+
+
+def _stopped(signum: int, run_dir: Path | None) -> int:
+    """Say that a signal came before any rank could say it, and leave nothing of a run that had not begun; exit code."""
+    by = f"stopped by {signal.Signals(signum).name} before"
+    if run_dir and result.load(run_dir):  # ranks were started
+        if not (run_dir / result.FACTS_FILE).exists():
+            print(f"{by} the first step ({run_dir / result.FILE})", file=sys.stderr)
+    elif sweep.current is None:
+        print(f"{by} anything was started", file=sys.stderr)
+        if run_dir and run_dir.exists():
+            remove_unless_used(run_dir, {".hydra", FILE})
+    return 128 + signum
 
 
 def _headline(started: bool) -> str:
@@ -249,12 +271,12 @@ def _sentence(error: Exception) -> str:
     return " ".join(parts)
 
 
-def remove_unless_used(folder: Path, only: str) -> None:
-    """Remove a folder that holds nothing but `only`, and the folders above it that are empty then."""
-    if {path.name for path in folder.iterdir()} != {only}:
+def remove_unless_used(folder: Path, ours: set[str]) -> None:
+    """Remove a folder that holds nothing but `ours`, and the folders above it that are empty then."""
+    if not {path.name for path in folder.iterdir()} <= ours:
         return
-    path = folder / only
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     for empty in (folder, *folder.parents):
         # Folders outside the working directory may have been there, and empty, before.
         if any(empty.iterdir()) or Path.cwd() not in empty.resolve().parents:

@@ -6,7 +6,6 @@ shared file system does meanwhile. Importing this module does not import Hydra o
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from pathlib import Path
@@ -17,6 +16,7 @@ from yaml import YAMLError
 
 from conf.schema import Config
 from parallel.rules import world_size
+from tracking import whole
 
 FILE = "resolved.yaml"
 GROUPS = tuple(f.name for f in fields(Config))
@@ -61,9 +61,7 @@ def freeze(cfg: DictConfig | Config, run_dir: str | Path, choices: dict[str, str
     }
     path = Path(run_dir) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(OmegaConf.to_yaml(OmegaConf.create(content)), encoding="utf-8")
-    os.replace(unfinished, path)
+    whole.write(path, OmegaConf.to_yaml(OmegaConf.create(content)).encode())
     return load(run_dir)
 
 

@@ -46,20 +46,30 @@ def run(run_dir: str | Path, frozen, entry: list[str] | None = None) -> None:
     (another signal n). Whenever the ranks did not end well, result.json and the W&B run have been completed with status
     and cause.
     """
-    from tracking import result, wandb_close
+    from tracking import report, result, wandb_close
 
     run_dir = Path(run_dir).resolve()
-    result.clear(run_dir, history=frozen.cfg.checkpoint.resume != "auto")
     entry = entry or [sys.executable, "-u", str(_TRAIN), "--rank", str(run_dir)]
     kills = oom_kills()
-    try:
-        on_slurm = frozen.cfg.launch.kind is LaunchKind.srun
-        ranks = srun.Step(run_dir / "ranks", frozen.cfg) if on_slurm else Ranks(run_dir / "ranks")
-    except slurm.NoAllocation as missing:
-        result.complete(run_dir, "failed", str(missing))
-        raise JobFailed(str(missing), "failed") from None
-    watch = Watch(run_dir, frozen.world_size, ranks.quiet_s)
+    asked = late = standing = None
     with _Signals() as signals:
+        result.clear(run_dir, history=frozen.cfg.checkpoint.resume != "auto")
+        try:
+            on_slurm = frozen.cfg.launch.kind is LaunchKind.srun
+            ranks = srun.Step(run_dir / "ranks", frozen.cfg) if on_slurm else Ranks(run_dir / "ranks")
+        except slurm.NoAllocation as missing:
+            result.complete(run_dir, "failed", str(missing))
+            raise JobFailed(str(missing), "failed") from None
+
+        def why() -> tuple[str, str] | None:
+            if asked:
+                return "interrupted", f"stopped by {signal.Signals(asked).name}"
+            if late is not None:
+                return "timeout", f"not finished after train.timeout_s={frozen.cfg.train.timeout_s:g}; {late}"
+            found = first_cause(ranks.failed, run_dir / "ranks", kills, standing) if ranks.failed else None
+            return found and (found.status, found.line)
+
+        watch = Watch(run_dir, frozen.world_size, ranks.quiet_s)
         try:
             local, cores = ranks.local_world_size, ranks.cpus_per_rank
             env = environment.rank_environment(frozen.cfg, frozen.world_size, local, cores)
@@ -70,23 +80,25 @@ def run(run_dir: str | Path, frozen, entry: list[str] | None = None) -> None:
         finally:
             # Ranks that write checkpoints end with one, unless they wait for a rank that is gone.
             last = rank_process.LAST_STEP_S if frozen.cfg.checkpoint.every and not ranks.failed else 0.0
-            stopped = ranks.end(in_haste=signals.insisted, extra_s=last)
-    status = cause = None
-    if asked and (stopped or ranks.failed):
-        status, cause = "interrupted", f"stopped by {signal.Signals(asked).name}"
-    elif late is not None:
-        status, cause = "timeout", f"not finished after train.timeout_s={frozen.cfg.train.timeout_s:g}; {late}"
-    elif ranks.failed:
-        found = first_cause(ranks.failed, run_dir / "ranks", kills, standing)
-        status, cause = found.status, found.line
-    known = status and explain(status, cause, frozen.cfg, run_dir)
-    if status:
-        result.complete(run_dir, status, cause, known)
-        if problem := wandb_close.close(run_dir):
-            print(problem, file=sys.stderr)
+            try:
+                if told := why():
+                    result.stopping(run_dir, *told)
+            finally:
+                stopped = ranks.end(in_haste=signals.insisted, extra_s=last)
+        if not stopped and not ranks.failed:
+            asked = None
+        ended = why()
+        known = ended and explain(*ended, frozen.cfg, run_dir)
+        if ended:
+            result.complete(run_dir, *ended, known)
+            with contextlib.suppress(OSError, ValueError):  # result.json has it
+                report.again(run_dir)
+    if ended and (problem := wandb_close.close(run_dir)):
+        print(problem, file=sys.stderr)
     if signals.first:
         raise KeyboardInterrupt if signals.first == signal.SIGINT else SystemExit(128 + signals.first)
-    if status:
+    if ended:
+        status, cause = ended
         raise JobFailed(cause, status, known)
 
 

@@ -24,6 +24,7 @@ def main(run_dir: Path) -> None:
     checkpoints = Checkpoints(cfg, run_dir, chunks, optimizer, schedule, clipper)
     heartbeat.beat("checkpoint")
     checkpoints.save(checkpoints.resume())
+    checkpoints.writer.finish()
     heartbeat.beat("end")
     groups.stop()
 

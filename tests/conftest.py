@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import checkpointed
 import pytest
 from omegaconf import OmegaConf
 
@@ -14,6 +15,12 @@ from conf.schema import Config
 from parallel import compose
 
 REPO = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory) -> Path:
+    """A run of six steps with a checkpoint after the third and the sixth, for the tests of checkpoints."""
+    return checkpointed.runner(tmp_path_factory.mktemp("runs"))("trained", *checkpointed.TRAINED)
 
 
 @pytest.fixture

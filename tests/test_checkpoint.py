@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpointed import ENDLESS, REPO, SMALL, at, runner, steps
+from checkpointed import ENDLESS, REPO, SMALL, TRAINED, at, runner, steps
 
 from parallel import checkpoint_files, checkpoint_io, compose, launch
 from parallel.checkpoint_map import Place, boxes
@@ -21,13 +21,7 @@ def runs(tmp_path_factory):
 
 
 CHAIN = ["tp2", "pp2", "zero3", "tp2_pp2", "single"]
-SHORT_CHAIN = ["tp2", "zero3", "single"]
-
-
-@pytest.fixture(scope="module")
-def sharded(runs):
-    """The checkpoint of two steps under ZeRO-3."""
-    return at(runs("sharded", *ENDLESS, "parallel=zero3", "train.steps=2", "checkpoint.every=2"), 2)
+LINK = 5
 
 
 def deviations(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -39,17 +33,18 @@ def deviations(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
     }
 
 
-@pytest.mark.parametrize("chain", [SHORT_CHAIN, pytest.param(CHAIN, marks=pytest.mark.slow)], ids=" ".join)
-def test_a_run_that_changes_its_layout_every_two_steps_trains_like_one_that_never_does(chain, runs):
-    last = 2 * len(chain)
-    whole = runs(f"whole_{last}", *ENDLESS, "parallel=single", f"train.steps={last}", "checkpoint.every=2")
+@pytest.mark.slow
+def test_a_run_that_changes_its_layout_every_five_steps_trains_like_one_that_never_does(runs):
+    last = LINK * len(CHAIN)
+    whole = runs("whole", *ENDLESS, "parallel=single", f"train.steps={last}", f"checkpoint.every={LINK}")
     expected, rates, resume = steps(whole), steps(whole, "train/lr"), []
-    for number, layout in enumerate(chain, 1):
-        words = [f"parallel={layout}", f"train.steps={2 * number}", "checkpoint.every=2", *resume]
-        link = runs(f"link_{last}_{number}", *ENDLESS, *words)
+    for number, layout in enumerate(CHAIN, 1):
+        done = LINK * number
+        words = [f"parallel={layout}", f"train.steps={done}", f"checkpoint.every={LINK}", *resume]
+        link = runs(f"link_{number}", *ENDLESS, *words)
         resume = [f"checkpoint.resume={link}"]
         found = steps(link)
-        assert sorted(found) == [2 * number - 1, 2 * number]
+        assert sorted(found) == list(range(done - LINK + 1, done + 1))
         assert max(abs(loss / expected[step] - 1) for step, loss in found.items()) < TOLERANCE, layout
         assert all(rate == rates[step] for step, rate in steps(link, "train/lr").items())
     ours, theirs = checkpoint_io.read(at(link, last)), checkpoint_io.read(at(whole, last))
@@ -57,8 +52,8 @@ def test_a_run_that_changes_its_layout_every_two_steps_trains_like_one_that_neve
     assert {name.partition("/")[0] for name in found} == {"weights", "exp_avg", "exp_avg_sq"}
     # Gradients agree to some 1e-6 of their norm; Adam's division lets weights of tiny gradients differ more.
     assert not {name: far for name, far in found.items() if far > 1e-4}
-    two_steps_less = deviations(checkpoint_io.read(at(whole, last - 2)), theirs)
-    assert min(two_steps_less.values()) > 1e-3, "a comparison that cannot fail"
+    steps_before = deviations(checkpoint_io.read(at(whole, last - LINK)), theirs)
+    assert min(steps_before.values()) > 5e-4, "a comparison that cannot fail"
     about = checkpoint_files.read_about(at(link, last))
     assert (about["updates"], about["step"], about["samples"]) == (last, last, 8 * last)
 
@@ -71,7 +66,8 @@ def move(monkeypatch):
 
 
 def moved(folder: Path, checkpoint: Path, *words: str) -> Path:
-    composed, choices, overrides, _ = compose.compose([*SMALL, *ENDLESS, *words, f"checkpoint.resume={checkpoint}"])
+    words = [*words, "checkpoint.every=1", f"checkpoint.resume={checkpoint}"]
+    composed, choices, overrides, _ = compose.compose([*SMALL, *ENDLESS, *words])
     frozen = compose.freeze(compose.check(composed), folder, choices, overrides)
     entry = [sys.executable, "-u", str(REPO / "tests" / "checkpoint_rank.py"), str(folder)]
     launch.run(folder, frozen, entry=entry)
@@ -85,7 +81,6 @@ def assert_same_bits(ours: Path, theirs: Path) -> None:
     assert not [name for name in names if not torch.equal(ours[name], theirs[name])]
 
 
-FAST_MOVES = ["parallel=pp2_vpp2 precision=bf16"]
 ALL_MOVES = [
     f"parallel={layout}"
     for layout in "dp2 tp2 tp2_sp pp2 pp2_vpp2 cp2 zero1 zero2 zero3 tp2_pp2 tp2_dp2 tp2_zero1 pp2_zero1 tp2_zero3 "
@@ -100,14 +95,19 @@ ALL_MOVES = [
 ]
 
 
-@pytest.mark.parametrize("words", FAST_MOVES)
-def test_a_checkpoint_read_and_written_under_another_layout_keeps_every_bit(words, sharded, move, tmp_path):
-    assert_same_bits(move(tmp_path / "run", sharded, *words.split()), sharded)
+@pytest.mark.parametrize(
+    "words", ["pp2_vpp2 precision=bf16", *(pytest.param(w, marks=pytest.mark.slow) for w in ("zero3", "tp2_pp2"))]
+)
+def test_a_checkpoint_loads_under_another_layout_and_precision_with_every_bit_of_its_moments(
+    words, trained, move, tmp_path
+):
+    assert_same_bits(move(tmp_path / "run", at(trained, 6), *f"parallel={words}".split()), at(trained, 6))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", ALL_MOVES)
-def test_every_layout_reads_and_writes_every_bit(words, sharded, move, tmp_path):
+def test_every_layout_reads_and_writes_every_bit(words, runs, move, tmp_path):
+    sharded = at(runs("sharded", *ENDLESS, "parallel=zero3", "train.steps=2", "checkpoint.every=2"), 2)
     after = move(tmp_path / "there", sharded, *words.split())
     assert_same_bits(after, sharded)
     assert_same_bits(move(tmp_path / "back", after, "parallel=single"), sharded)
@@ -126,8 +126,7 @@ def test_tied_embeddings_biases_and_learned_positions_move_too(words, runs, move
     assert_same_bits(move(tmp_path / "back", after, *other, "parallel=single"), at(run, 2))
 
 
-SAME = ["parallel=dp2 precision=fp16 model.dropout=0.1"]
-SAME_SLOW = [
+SAME = [
     "parallel=single",
     "parallel=single optimizer=momentum",
     "parallel=zero1 precision=bf16",
@@ -143,12 +142,7 @@ SAME_SLOW = [
 ]
 
 
-@pytest.mark.parametrize("words", [*SAME, *(pytest.param(words, marks=pytest.mark.slow) for words in SAME_SLOW)])
-def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(words, runs):
-    name = f"same_{SAME_SLOW.index(words) if words in SAME_SLOW else 'fast'}"
-    words = [*words.split(), "train.steps=6", "checkpoint.every=3", "schedule.warmup_steps=2"]
-    whole = runs(name, *words)
-    rest = runs(f"{name}_resumed", *words, f"checkpoint.resume={at(whole, 3)}")
+def assert_goes_on_as_if_uninterrupted(whole: Path, rest: Path) -> None:
     for metric in ("train/loss", "train/lr", "grad/norm", "amp/loss_scale"):
         expected = {step: value for step, value in steps(whole, metric).items() if step > 3}
         assert len(expected) == 3 and steps(rest, metric) == expected, metric
@@ -157,6 +151,37 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(words, runs):
     assert not [name for name in theirs if not torch.equal(ours[name], theirs[name])]
     about = [checkpoint_files.read_about(at(run, 6)) for run in (rest, whole)]
     assert all(about[0][name] == about[1][name] for name in ("updates", "loss_scale", "tokens", "samples"))
+
+
+def test_a_resumed_run_has_the_losses_and_the_data_of_the_uninterrupted_one_bit_for_bit(trained, runs):
+    assert len(set(steps(trained).values())) == 6, "every step reads other data"
+    assert_goes_on_as_if_uninterrupted(trained, runs("resumed", *TRAINED, f"checkpoint.resume={at(trained, 3)}"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", SAME)
+def test_under_every_layout_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(words, runs):
+    name, words = f"same_{SAME.index(words)}", [*words.split(), *TRAINED[3:]]
+    whole = runs(name, *words)
+    assert_goes_on_as_if_uninterrupted(whole, runs(f"{name}_resumed", *words, f"checkpoint.resume={at(whole, 3)}"))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_precision_and_says_what_becomes_of_the_loss_scale(runs):
+    said, resume = {}, []
+    for number, precision in enumerate(["fp32", "bf16", "fp16", "fp32"], 1):
+        words = [f"precision={precision}", "parallel=single", f"train.steps={3 * number}", "checkpoint.every=3"]
+        run = runs(f"precision_{number}", *ENDLESS, *words, *resume)
+        resume, said[number] = [f"checkpoint.resume={run}"], " ".join((run / "said.txt").read_text().split())
+        scale = checkpoint_files.read_about(at(run, 3 * number))["loss_scale"]
+        assert (scale is not None) == (precision == "fp16")
+    assert "written in fp32" in said[2] and "loss scale" not in said[2]
+    assert "written in bf16, which has no loss scale, so that it starts anew" in said[3]
+    assert f"written in fp16, whose loss scale of {steps(runs('precision_3'), 'amp/loss_scale')[9]:g}" in said[4]
+    whole = runs("in_fp32", *ENDLESS, "parallel=single", "train.steps=12")
+    for number in (2, 3, 4):
+        for step, loss in steps(runs(f"precision_{number}")).items():
+            assert abs(loss / steps(whole)[step] - 1) < 2e-2, (number, step)
 
 
 def test_ranges_of_a_parameter_are_cut_into_boxes_that_fill_it_once():

@@ -1,20 +1,25 @@
 """Checkpoints on disk: whole whenever a run is killed, left behind when it is stopped, refused by name when damaged."""
 
+import contextlib
 import json
 import os
 import pickle
 import random
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from html import escape
 from pathlib import Path
 
 import checkpoint_writer
+import psutil
 import pytest
 import torch
-from checkpointed import ENDLESS, REPO, SMALL, at, command, environment, runner, steps
+from checkpointed import ENDLESS, REPO, SMALL, at, command, environment, newest, runner, steps, wait, whole
 
 from parallel import checkpoint_files, checkpoint_io, compose
 
@@ -25,19 +30,13 @@ def runs(tmp_path_factory):
     return runner(tmp_path_factory.mktemp("runs"))
 
 
-@pytest.fixture(scope="module")
-def written(runs):
-    """A run of four steps with a checkpoint after every second."""
-    return runs("written", *ENDLESS, "parallel=single", "train.steps=4", "checkpoint.every=2")
-
-
 @pytest.fixture
-def damaged(written, tmp_path):
-    """The checkpoints of step 2 and 4, for a test to damage."""
-    for step in (2, 4):
-        shutil.copytree(at(written, step), tmp_path / "checkpoints" / checkpoint_files.name_of(step))
-    shutil.copy(written / "checkpoints" / "latest", tmp_path / "checkpoints")
-    return at(tmp_path, 4)
+def damaged(trained, tmp_path):
+    """The checkpoints of step 3 and 6, for a test to damage."""
+    for step in (3, 6):
+        shutil.copytree(at(trained, step), tmp_path / "checkpoints" / checkpoint_files.name_of(step))
+    shutil.copy(trained / "checkpoints" / "latest", tmp_path / "checkpoints")
+    return at(tmp_path, 6)
 
 
 def flip(path: Path, place: int) -> None:
@@ -54,9 +53,9 @@ DAMAGE = {
     "index bit": ("index.json", lambda p: flip(p, 1000)),
     "index gone": ("index.json", Path.unlink),
     "foreign configuration": ("resolved.yaml", lambda p: p.write_text("a: 1\n")),
-    "about bit": ("checkpoint.json", lambda p: flip(p, p.read_bytes().index(b'"step": 4') + 8)),
+    "about bit": ("checkpoint.json", lambda p: flip(p, p.read_bytes().index(b'"step": 6') + 8)),
     "about cut": ("checkpoint.json", lambda p: os.truncate(p, 100)),
-    "about foreign": ("checkpoint.json", lambda p: p.write_text('{"iteration": 4}')),
+    "about foreign": ("checkpoint.json", lambda p: p.write_text('{"iteration": 6}')),
     "about a list": ("checkpoint.json", lambda p: p.write_text("[]")),
     "about of another version": ("checkpoint.json", lambda p: p.write_text('{"format": "x", "sha256": ""}')),
     "about no text": ("checkpoint.json", lambda p: p.write_bytes(bytes(range(256)))),
@@ -73,14 +72,14 @@ def test_damage_is_found_and_its_file_is_named(kind, damaged):
     except checkpoint_files.BadCheckpoint as problem:
         said = str(problem)
     assert said and str(damaged / name) in said
-    assert checkpoint_files.advice(damaged).endswith(f"checkpoint.resume={at(damaged.parent.parent, 2)}")
+    assert checkpoint_files.advice(damaged).endswith(f"checkpoint.resume={at(damaged.parent.parent, 3)}")
 
 
 def test_a_run_refuses_a_damaged_checkpoint_and_offers_the_one_before(damaged, runs):
     file = damaged / "__0_0.distcp"
     flip(file, file.stat().st_size // 2)
-    words = [*ENDLESS, "parallel=single", "train.steps=6", f"checkpoint.resume={damaged.parent.parent}"]
-    better = f"checkpoint.resume={at(damaged.parent.parent, 2)}"
+    words = [*ENDLESS, "parallel=single", "train.steps=8", f"checkpoint.resume={damaged.parent.parent}"]
+    better = f"checkpoint.resume={at(damaged.parent.parent, 3)}"
     run = runs("refused", *words, refused=better)
     assert str(file) in json.loads((run / "result.json").read_text())["cause"]
 
@@ -88,18 +87,19 @@ def test_a_run_refuses_a_damaged_checkpoint_and_offers_the_one_before(damaged, r
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("checkpoint.resume=/nowhere train.steps=6", "/nowhere does not exist"),
-        ("checkpoint.resume=FOLDER/.. train.steps=6", "is no checkpoint"),
-        ("checkpoint.resume=FOLDER train.steps=4", "take train.steps=5 or more"),
-        ("checkpoint.resume=FOLDER train.steps=6 model.layers=8", "take model.layers=4"),
-        ("checkpoint.resume=FOLDER train.steps=6 train.global_batch=16", "take train.global_batch=8"),
-        ("checkpoint.resume=FOLDER train.steps=6 optimizer=momentum", "take optimizer.name=adamw"),
+        ("checkpoint.resume=/nowhere train.steps=8", "/nowhere does not exist"),
+        ("checkpoint.resume=FOLDER/.. train.steps=8", "is no checkpoint"),
+        ("checkpoint.resume=FOLDER train.steps=6", "take train.steps=7 or more"),
+        ("checkpoint.resume=FOLDER train.steps=8 model.layers=8", "take model.layers=4"),
+        ("checkpoint.resume=FOLDER train.steps=8 train.global_batch=16", "take train.global_batch=8"),
+        ("checkpoint.resume=FOLDER train.steps=8 optimizer=momentum", "take optimizer.name=adamw"),
         ("checkpoint.every=0", "checkpoint.every=0 is out of range"),
         ("checkpoint.keep=0", "checkpoint.keep=0 is out of range"),
+        ("checkpoint.asynchronous=sometimes", "take auto, true or false"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_starts(words, said, written):
-    words = words.replace("FOLDER", str(written)).split()
+def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_starts(words, said, trained):
+    words = words.replace("FOLDER", str(trained)).split()
     with pytest.raises(compose.Refused) as refusal:
         compose.check(compose.compose([*SMALL, *words])[0])
     assert said in str(refusal.value)
@@ -142,27 +142,11 @@ def test_the_newest_checkpoints_are_kept_and_no_others(tmp_path):
     assert checkpoint_files.latest(tmp_path).name == "step_00000010"
 
 
-def whole(folder: Path) -> int:
-    """The step of the newest checkpoint of a `checkpoints` folder, which must be undamaged; 0 when there is none."""
-    found = checkpoint_files.latest(folder)
-    if found is None:
-        return 0
-    about = checkpoint_files.read_about(found)
-    assert checkpoint_files.damage(found, about) is None
-    return about["step"]
-
-
-def test_a_kill_between_pointer_and_rename_does_not_stand_in_the_way(tmp_path):
-    (tmp_path / f"{checkpoint_files.UNFINISHED}{checkpoint_files.POINTER}.txt").write_text("step_00000001")
-    assert checkpoint_files.begin(tmp_path, 2).is_dir()
-    assert [path.name for path in tmp_path.iterdir()] == [f"{checkpoint_files.UNFINISHED}step_00000002"]
-
-
 def test_fifty_kills_of_a_process_that_does_nothing_but_write_checkpoints(tmp_path):
     random.seed(1)
-    step = 0
+    step, program = 0, str(REPO / "tests" / "checkpoint_writer.py")
     for _ in range(50):
-        words = [sys.executable, str(REPO / "tests" / "checkpoint_writer.py"), str(tmp_path), str(step + 1)]
+        words = [sys.executable, program, str(tmp_path / "checkpoints"), str(step + 1)]
         writer = subprocess.Popen(words, env=environment() | {"PYTHONPATH": str(REPO)}, stdout=subprocess.PIPE)
         writer.stdout.read(1)  # it has begun
         time.sleep(random.random() * 0.1)
@@ -175,46 +159,69 @@ def test_fifty_kills_of_a_process_that_does_nothing_but_write_checkpoints(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [2, 12])
-def test_a_run_that_is_killed_again_and_again_goes_on_from_its_last_checkpoint(kills, tmp_path):
+@pytest.mark.slow
+def test_a_run_that_is_killed_again_and_again_ends_bit_for_bit_like_one_that_never_was(tmp_path):
+    killed_again_and_again(tmp_path, kills=6)
+
+
+def killed_again_and_again(folder: Path, kills: int) -> None:
+    """Kills all processes of a run at random moments while it writes checkpoints beside training, and lets it go on.
+
+    `python tests/test_checkpoint_files.py 50` does it fifty times.
+    """
     random.seed(kills)
-    run, step = tmp_path / "run", 0
-    words = command(run, "parallel=single", "train.steps=100000", "checkpoint.every=1", "checkpoint.resume=auto")
-    for _ in range(kills):
-        training = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait(lambda: newest(run) > step, 120)  # noqa: B023 (called at once)
-        time.sleep(random.random())
-        training.kill()
+    run, step = folder / "run", 0
+    words = "parallel=dp2 precision=fp16 model.dropout=0.1 checkpoint.every=1 checkpoint.asynchronous=true".split()
+    words += ENDLESS
+    for kill in range(kills):
+        started = command(run, *words, "train.steps=100000", "checkpoint.resume=auto")
+        training = subprocess.Popen(started, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        if kill % 5 == 4:  # while it starts, or reads its checkpoint
+            time.sleep(8 * random.random())
+        else:
+            wait(lambda: newest(run) > step)  # noqa: B023 (called at once)
+            time.sleep(random.random())
+        writing = any((run / "checkpoints").glob(".writing_*"))
+        family = [training.pid, *(child.pid for child in psutil.Process(training.pid).children(recursive=True))]
+        for pid in random.sample(family, len(family)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         training.wait()
-        time.sleep(0.5)  # its rank dies with it
-        before, step = step, whole(run / "checkpoints")
-        assert step > before
-        assert list(steps(run))[: step + 1] == list(range(1, len(steps(run)) + 1))[: step + 1]
-        # At most the step in progress when the kill came is not in the checkpoint.
-        assert max(steps(run)) - step <= 1
+        wait(lambda: not any(map(psutil.pid_exists, family)))  # noqa: B023
+        before, step, logged = step, whole(run), list(steps(run))
+        assert step > before or kill % 5 == 4
+        assert logged == list(range(1, len(logged) + 1)), "metrics without gap or double"
+        # At most the checkpoint that was being written and the step beside it are lost.
+        assert 0 <= len(logged) - step <= 2
+        print(f"kill {kill + 1}: {'while one was written, ' if writing else ''}checkpoint {step}, step {len(logged)}")
+    last = [*words, f"train.steps={step + 2}"]
+    finished = runner(folder)("run", *last, "checkpoint.resume=auto")
+    never = runner(folder)("never_killed", *last)
+    assert steps(finished) == steps(never)
+    ours, theirs = checkpoint_io.read(at(finished, step + 2)), checkpoint_io.read(at(never, step + 2))
+    assert set(ours) == set(theirs) and not [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+    print(f"after {step + 2} steps all {len(theirs)} tensors have the bits of a run that was never killed")
 
 
-def newest(run: Path) -> int:
-    found = checkpoint_files.latest(run / "checkpoints")
-    return int(found.name[5:]) if found else 0
-
-
-@pytest.mark.parametrize(
-    "how", ["SIGTERM", *(pytest.param(how, marks=pytest.mark.slow) for how in ("SIGINT", "timeout"))]
-)
-def test_a_run_that_is_stopped_writes_a_last_checkpoint_and_goes_on_from_it(how, runs, tmp_path):
+@pytest.mark.parametrize("how", ["SIGTERM", *(pytest.param(h, marks=pytest.mark.slow) for h in ("SIGINT", "timeout"))])
+def test_a_run_that_is_stopped_writes_a_last_checkpoint_and_goes_on_from_it(how, tmp_path):
     run = tmp_path / "run"
-    words = ["parallel=dp2", "checkpoint.every=100000", *ENDLESS]
+    # A checkpoint is being written whenever the signal comes.
+    words = ["parallel=dp2", "checkpoint.every=1", *ENDLESS]
     limit = ["train.timeout_s=25"] if how == "timeout" else []
     started = command(run, *words, *limit, "train.steps=1000000")
-    training = subprocess.Popen(started, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 3, 120)
+    training = subprocess.Popen(started, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 3)
     if how != "timeout":
         training.send_signal(getattr(signal, how))
-    assert training.wait(120) != 0
-    status = json.loads((run / "result.json").read_text())["status"]
-    assert status == ("timeout" if how == "timeout" else "interrupted")
-    done = whole(run / "checkpoints")
+    said = training.communicate(timeout=120)[0]
+    result = json.loads((run / "result.json").read_text())
+    assert training.returncode != 0 and result["status"] == ("timeout" if how == "timeout" else "interrupted")
+    # The console, the page and result.json name the same cause.
+    assert result["cause"].startswith("not finished after" if how == "timeout" else f"stopped by {how}")
+    assert f"{result['status']} after" in said and result["cause"] in " ".join(said.split())
+    assert escape(result["cause"]) in (run / "report.html").read_text()
+    done = whole(run)
     assert done == max(steps(run)) > 3
     again = subprocess.run(
         command(run, *words, f"train.steps={done + 2}", "checkpoint.resume=auto"),
@@ -226,8 +233,23 @@ def test_a_run_that_is_stopped_writes_a_last_checkpoint_and_goes_on_from_it(how,
     assert json.loads((run / "result.json").read_text())["val_loss_start"] is not None
 
 
-def wait(condition, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_disk_that_does_not_take_a_checkpoint_fails_the_run_in_a_sentence(asynchronous, tmp_path):
+    run = tmp_path / "run"
+    words = ["parallel=dp2", "train.steps=100000", "checkpoint.every=3", f"checkpoint.asynchronous={asynchronous}"]
+    limit = (600_000, 600_000)  # bytes a file may have: more than a log, less than a rank's part of a checkpoint
+    done = subprocess.run(
+        command(run, *words), env=environment(), capture_output=True, text=True, timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+    )  # fmt: skip
+    result = json.loads((run / "result.json").read_text())
+    assert done.returncode == 1 and result["status"] == "failed" and "Traceback" not in done.stderr
+    assert "No checkpoint was written:" in result["cause"] and "File too large" in result["cause"]
+    assert 3 <= max(steps(run)) < 1000, "not only at the end"
+    assert not list((run / "checkpoints").iterdir())
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        killed_again_and_again(Path(folder), int(sys.argv[1]))

@@ -44,11 +44,24 @@ PROBLEMS = {
     10: (
         "all points land in one W&B run, or every rank makes one, or a restart makes another",
         "test_wandb_sweep.py::test_each_point_is_one_run_of_its_group_and_stays_it_when_started_again",
+        "test_wandb.py::test_a_run_that_goes_on_from_its_checkpoint_stays_one_wandb_run_without_gap_or_double",
     ),
     11: (
         "a half-finished sweep starts again from the beginning",
         "test_sweep.py::test_a_sweep_is_continued_where_it_stopped",
         "test_sweep.py::test_an_edited_configuration_is_a_new_point",
+    ),
+    12: (
+        "a checkpoint does not load under another layout, or loads without the optimizer's moments",
+        "test_checkpoint.py::test_a_checkpoint_loads_under_another_layout_and_precision_with_every_bit_of_its_moments",
+        "test_checkpoint.py::test_every_layout_reads_and_writes_every_bit",
+        "test_checkpoint.py::test_a_run_that_changes_its_layout_every_five_steps_trains_like_one_that_never_does",
+    ),
+    13: (
+        "resuming shifts the loss or the order of the data",
+        "test_checkpoint.py::test_a_resumed_run_has_the_losses_and_the_data_of_the_uninterrupted_one_bit_for_bit",
+        "test_checkpoint.py::test_under_every_layout_a_resumed_run_is_bit_for_bit_the_uninterrupted_one",
+        "test_checkpoint_files.py::test_a_run_that_is_killed_again_and_again_ends_bit_for_bit_like_one_that_never_was",
     ),
     14: (
         "the loss is -1 or missing on rank 0 under PP",

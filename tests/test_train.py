@@ -129,6 +129,27 @@ def test_a_users_own_text_is_trained_on(train, tmp_path):
     assert few.returncode == 2 and "Too little text" in few.stderr and "Traceback" not in few.stderr
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_first_second_is_told_and_leaves_no_half_run(signum, plain_env, tmp_path):
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, str(REPO / "train.py"), *SMALL, f"hydra.run.dir={run}"], cwd=tmp_path,
+        env=plain_env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    while not (run / ".hydra" / "overrides.yaml").exists() and process.poll() is None:
+        time.sleep(0.001)
+    time.sleep(0.03)
+    process.send_signal(signum)
+    said = process.communicate(timeout=60)[1].splitlines()[-1]
+    assert process.returncode == 128 + signum
+    if run.exists():  # its ranks were being started
+        assert said == f"stopped by {signum.name} before the first step ({run / 'result.json'})"
+        assert result(run)["status"] == "interrupted" and signum.name in result(run)["cause"]
+    else:
+        assert said == f"stopped by {signum.name} before anything was started"
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
 def test_a_run_that_is_stopped_leaves_no_process_and_every_finished_step(signum, plain_env, tmp_path):
     command = [

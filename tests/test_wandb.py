@@ -225,6 +225,41 @@ def test_an_online_run_arrives(run_dir, env):
     assert [row["tokens"] for row in run["history"].values()] == [line["tokens"] for line in tracked.lines(run_dir)]
 
 
+def test_a_run_that_goes_on_from_its_checkpoint_stays_one_wandb_run_without_gap_or_double(run_dir, env):
+    with WandbServer() as server:
+        env = env | server.environment()
+        process = subprocess.Popen(tracked.command(run_dir, 20, 0.0, "hang"), env=env, stdout=subprocess.DEVNULL)
+        tracked.wait_for_step(run_dir, 20)
+        time.sleep(1.0)
+        process.kill()
+        process.wait()
+        first = json.loads((run_dir / "wandb.json").read_text())["id"]
+        assert tracked.run(run_dir, env, steps=30, goes_on=[15]).returncode == 0  # five steps are done again
+        steps = [0, *range(1, 31), 30]
+        assert [line["step"] for line in tracked.lines(run_dir)] == steps
+        ((run_id, run),) = server.runs.items()
+        assert run_id == first and run["exit_code"] == 0
+        assert [row["tokens"] for _, row in sorted(run["history"].items())] == [step * 8192 for step in steps]
+        assert run["config"]["facts"]["parent"] is None
+        # What the folder has lost the server may still have: it is not replaced by less.
+        (run_dir / "metrics.jsonl").unlink()
+        assert tracked.run(run_dir, env, steps=32, goes_on=[30]).returncode == 0
+    assert set(server.runs) == {first, f"{first}-after-30"}
+    assert len(server.runs[first]["history"]) == len(steps)
+
+
+def test_a_run_that_goes_on_in_another_folder_is_another_wandb_run_that_names_its_parent(tmp_path, env):
+    tracked.point(tmp_path / "child")
+    with WandbServer() as server:
+        env = env | server.environment()
+        assert tracked.run(tmp_path / "child", env, steps=20, goes_on=[15, "the-parent"]).returncode == 0
+    ((run_id, run),) = server.runs.items()
+    parent = {"run": "the-parent", "checkpoint": "/runs/step_15", "step": 15}
+    assert run_id != "the-parent" and run["config"]["facts"]["parent"] == parent
+    assert tracked.result(tmp_path / "child")["parent"] == parent
+    assert [line["step"] for line in tracked.lines(tmp_path / "child")] == [*range(16, 21), 20]
+
+
 def test_auto_goes_offline_when_the_server_is_not_there(run_dir, env):
     dead = {"WANDB_BASE_URL": DEAD, "WANDB_API_KEY": KEY, "WANDB_INIT_TIMEOUT": "2"}
     done = tracked.run(run_dir, env | dead)
@@ -242,7 +277,8 @@ def test_auto_goes_offline_when_the_server_is_not_there(run_dir, env):
         ({}, "refused: tracking.mode=online needs an API key"),
     ],
 )
-def test_online_stops_in_a_sentence_when_it_cannot_be(tmp_path, env, given, sentence):
+def test_online_stops_in_a_sentence_when_it_cannot_be(tmp_path, env, monkeypatch, given, sentence):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)  # which the ranks then do not have
     tracked.point(tmp_path / "run", "tracking.mode=online")
     done = tracked.run(tmp_path / "run", env | given)
     assert done.returncode == 1 and sentence in done.stderr and "Traceback" not in done.stderr

@@ -31,14 +31,14 @@ def sweep(folder: Path, *points: str) -> list[Frozen]:
     return frozen
 
 
-def command(run_dir: Path, steps: int, step_s: float = 0.0, end: str = "") -> list[str]:
-    """The command of a tracked run."""
-    return [sys.executable, str(PROGRAM), str(run_dir), str(steps), str(step_s), *([end] if end else [])]
+def command(run_dir: Path, steps: int, step_s: float = 0.0, end: str = "", *goes_on) -> list[str]:
+    """The command of a tracked run; see tracked_run.py."""
+    return [sys.executable, str(PROGRAM), str(run_dir), str(steps), str(step_s), end, *map(str, goes_on)]
 
 
-def run(run_dir: Path, env: dict, steps: int = 10, end: str = "", step_s: float = 0.0, timeout: float = 60):
+def run(run_dir: Path, env: dict, steps: int = 10, end: str = "", step_s: float = 0.0, timeout: float = 60, goes_on=()):
     """Runs to the end; stdout and stderr as text."""
-    words = command(run_dir, steps, step_s, end)
+    words = command(run_dir, steps, step_s, end, *goes_on)
     return subprocess.run(words, cwd=run_dir.parent, env=env, capture_output=True, text=True, timeout=timeout)
 
 

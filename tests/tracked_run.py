@@ -1,8 +1,9 @@
-"""A run without a model, for the tests of tracking: python tracked_run.py RUN_DIR STEPS STEP_S [END].
+"""A run without a model, for the tests of tracking: python tracked_run.py RUN_DIR STEPS STEP_S [END [DONE [FROM]]].
 
 END is what happens after the last step: nothing, `raise`, `oom`, `nan`, `hang` (to be ended by a signal), `stuck` (in a
 call that no signal interrupts, as a collective is whose peers are gone), `killed` (by SIGKILL, a second later),
 `killed_at_once`, or `peer_killed` (the last rank; this one hangs). Ranks above 0 log nothing, as in train.py.
+DONE steps are done already: the run goes on from a checkpoint of this folder, or of the W&B run FROM.
 """
 
 import ctypes
@@ -19,6 +20,7 @@ from parallel import rank_process
 from parallel.frozen import load
 from tracking.metrics import Meter
 from tracking.mode import TrackingError
+from tracking.result import load as load_json
 from tracking.tracker import Tracker
 
 FACTS = {
@@ -50,17 +52,20 @@ def other_rank(run_dir: Path, steps: int, end: str) -> None:
         time.sleep(0.05)
 
 
-def main(run_dir: Path, steps: int, step_s: float, end: str) -> None:
+def main(run_dir: Path, steps: int, step_s: float, end: str, done: int = 0, wandb_id: str | None = None) -> None:
     if os.environ.get("RANK", "0") != "0":
         other_rank(run_dir, steps, end)
         return
     frozen = load(run_dir)
     meter = Meter(frozen.cfg, frozen.world_size, flops_per_token=1e6, peak_tflops=2.0)
+    wandb_id = wandb_id or load_json(run_dir, "wandb.json").get("id")
+    resumed = {"wandb_id": wandb_id, "parent": None, "checkpoint": f"/runs/step_{done}"} if done else None
     try:
-        with Tracker(frozen, run_dir, FACTS) as tracker:
+        with Tracker(frozen, run_dir, FACTS | {"resumed": resumed}, done) as tracker:
             rank_process.last_words(tracker.last_words)
-            tracker.log(0, {"val/loss": 5.5})
-            for step in range(1, steps + 1):
+            if not done:
+                tracker.log(0, {"val/loss": 5.5})
+            for step in range(done + 1, steps + 1):
                 time.sleep(step_s)
                 tracker.log(step, meter.step(raw(step, step_s or 1e-3)))
             if end == "raise":
@@ -86,4 +91,6 @@ def main(run_dir: Path, steps: int, step_s: float, end: str) -> None:
 
 
 if __name__ == "__main__":
-    rank_process.run(main, Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), (sys.argv[4:] or [""])[0])
+    words = dict(enumerate(sys.argv))
+    numbers = int(words[2]), float(words[3]), words.get(4, ""), int(words.get(5, 0))
+    rank_process.run(main, Path(words[1]), *numbers, words.get(6))

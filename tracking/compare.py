@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from tracking import compare_page, result
+from tracking import compare_page, result, whole
 from tracking.console import short
 from tracking.runs import SWEEP_FILE, Run, find, labels, value_of
 from tracking.table import arrange, measure, table
@@ -40,10 +40,7 @@ def write_runs(runs: list[Run], place: Path, title: str, by: str | None = None, 
     place.mkdir(parents=True, exist_ok=True)
     _write_csv(place / CSV_FILE, ordered)
     path = place / PAGE_FILE
-    # Complete or not at all: a page may be looked at while a sweep writes it anew.
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(page, encoding="utf-8")
-    os.replace(unfinished, path)
+    whole.write(path, page.encode())  # it may be looked at while a sweep writes it anew
     return path
 
 

@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from tracking import whole
+
 FILE = "metrics.jsonl"
 
 
@@ -28,16 +30,15 @@ class History:
         self.path = run_dir / FILE
         self.kept = [line for line in read(run_dir) if line["step"] <= done] if done else []
         self.problem: str | None = None
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._end = 0
+        # Not emptied and written again: a kill in between would lose what is kept.
+        whole.write(self.path, b"".join(_encoded(line) for line in self.kept))
+        self._fd = os.open(self.path, os.O_WRONLY)
+        self._end = self.path.stat().st_size
         self._pending = b""
-        for line in self.kept:
-            self.add(line["step"], {name: value for name, value in line.items() if name != "step"})
 
     def add(self, step: int, metrics: dict[str, float]) -> None:
         """Writes one line."""
-        line = {"step": step} | {name: _plain(value) for name, value in metrics.items()}
-        self._pending += json.dumps(line).encode() + b"\n"
+        self._pending += _encoded({"step": step} | metrics)
         self.flush()
 
     def flush(self) -> None:
@@ -75,6 +76,10 @@ def read(run_dir: str | Path) -> Iterator[dict[str, float]]:
                 except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
                     raise ValueError(f"{path}: line {number} is damaged: {_said(error)}") from error
                 yield found
+
+
+def _encoded(line: dict[str, float]) -> bytes:
+    return json.dumps({name: _plain(value) for name, value in line.items()}).encode() + b"\n"
 
 
 def _plain(value: float) -> float | str:

@@ -24,6 +24,12 @@ def write(run_dir: str | Path) -> Path:
     return path
 
 
+def again(run_dir: str | Path) -> None:
+    """Writes report.html anew where there is one: whoever started the ranks knows better how the run ended."""
+    if (Path(run_dir) / FILE).exists():
+        write(run_dir)
+
+
 def html(run_dir: Path) -> str:
     """The page. A run that was killed, or still goes on, has no result.json; then its metrics say how far it came."""
     steps: dict[int, dict[str, float]] = {}

@@ -10,16 +10,17 @@
     advice            overrides to try, or what else to do; null where nothing is known
     world_size, parameters, device, versions, git_commit, config_hash, choices, overrides, run_command
     started, ended    UTC, ISO 8601
+    parent            of a run that goes on from another's checkpoint: that W&B run's id, the checkpoint and its step
     data, rank_map    what was trained on; which rank did what
     sample, verdict   generated text; what the run's expectation says about its loss
 
 What a run cannot know is null. The file appears complete or not at all.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ from enum import Enum
 from pathlib import Path
 
 from parallel import frozen
+from tracking import whole
 from tracking.history import FILE as HISTORY_FILE
 from tracking.history import read
 from tracking.metrics import finite
@@ -36,6 +38,8 @@ from tracking.metrics import finite
 FILE = "result.json"
 # What is known when a run starts; kept apart so that a run that was killed can be described.
 FACTS_FILE = "facts.json"
+# Why the ranks are being stopped, as whoever started them knows it; a rank knows a signal only.
+STOPPING_FILE = "ranks/stopping.json"
 STATUSES = ("ok", "nan", "oom", "timeout", "failed", "interrupted")
 ROOT = Path(__file__).resolve().parent.parent
 # The choices that tell runs apart at a glance.
@@ -117,6 +121,7 @@ def facts(point: frozen.Frozen, given: dict) -> dict:
         "choices": point.choices,
         "overrides": point.overrides,
         "run_command": given.get("run_command"),
+        "parent": given.get("parent"),
         "started": now(),
     }
 
@@ -131,18 +136,8 @@ def data_in_words(data: dict) -> str:
 
 def write(run_dir: str | Path, name: str = FILE, **fields) -> None:
     """Writes a JSON file of the run folder so that it is complete or absent; NaN and infinity become strings."""
-    path = Path(run_dir) / name
-    unfinished = path.with_suffix(".tmp")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            json.dump(plain(fields), file, indent=2, allow_nan=False, ensure_ascii=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
+    content = json.dumps(plain(fields), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    whole.write(Path(run_dir) / name, content.encode())
 
 
 def clear(run_dir: str | Path, history: bool = True) -> None:
@@ -150,7 +145,7 @@ def clear(run_dir: str | Path, history: bool = True) -> None:
 
     Without `history` its metrics stay, for a run that goes on from a checkpoint in the folder.
     """
-    for name in (FILE, FACTS_FILE, "report.html", *[HISTORY_FILE] * history):
+    for name in (FILE, FACTS_FILE, STOPPING_FILE, "report.html", *[HISTORY_FILE] * history):
         (Path(run_dir) / name).unlink(missing_ok=True)
     shutil.rmtree(Path(run_dir) / "doctor", ignore_errors=True)
 
@@ -169,6 +164,20 @@ def load(run_dir: str | Path, name: str = FILE) -> dict:
 def explained(known) -> dict[str, str | None]:
     """The fields of result.json for what parallel.explain knows, which may be nothing."""
     return {"explanation": known and known.sentence, "advice": known and known.advice}
+
+
+def stopping(run_dir: str | Path, status: str, cause: str) -> None:
+    """Tells the ranks, before they are sent a signal, why; a full disk must not keep them from being stopped."""
+    with contextlib.suppress(OSError):
+        write(run_dir, STOPPING_FILE, status=status, cause=cause)
+
+
+def why_stopped(run_dir: str | Path) -> tuple[str, str] | None:
+    """Status and cause that `stopping` told, None where it told nothing."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        why = load(run_dir, STOPPING_FILE)
+        return why["status"], why["cause"]
+    return None
 
 
 def complete(run_dir: str | Path, status: str, cause: str, known=None) -> None:

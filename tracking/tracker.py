@@ -8,6 +8,7 @@
     rank_map     which rank does what, one or more lines
     run_command  the command that repeats this run
     data         data.batches.Corpus.facts
+    resumed      of a run that goes on: wandb_id, parent and checkpoint of parallel.checkpoint; may be left out
     notes        further rows of the block before the first step, {label: text}; may be left out
 """
 
@@ -52,18 +53,19 @@ class Tracker:
 
     def __enter__(self):
         self.began = time.monotonic()
-        self.facts = result.facts(self.frozen, self.given)
         try:
             result.clear(self.run_dir, history=not self.done)
             self.history = History(self.run_dir, self.done)
+            wandb_id, parent = self._comes_from()
+            self.facts = result.facts(self.frozen, self.given | {"parent": parent})
             result.write(self.run_dir, result.FACTS_FILE, **self.facts)
         except OSError as error:
             raise TrackingError(
                 f"The run's folder {self.run_dir} cannot be written to: {error.strerror}; "
                 "choose another with hydra.run.dir=..."
             ) from error
-        self.wandb = WandbRun(self.frozen, self.run_dir, self.facts)
-        for line in self.history.kept:  # W&B's run starts anew under the same id
+        self.wandb = WandbRun(self.frozen, self.run_dir, self.facts, wandb_id)
+        for line in self.history.kept:  # W&B's run is replaced by this one, which has the same id
             metrics = {name: value for name, value in line.items() if name != "step"}
             self.summary.add(line["step"], metrics)
             self.wandb.log(metrics)
@@ -71,6 +73,15 @@ class Tracker:
                 self.norms.add(metrics["grad/norm"])
         self._show_start()
         return self
+
+    def _comes_from(self) -> tuple[str | None, dict | None]:
+        """The W&B run that goes on; or, where its metrics are not here, run and checkpoint that this one began from."""
+        resumed, kept = self.given.get("resumed"), self.history.kept
+        if not resumed:
+            return None, None
+        if kept and kept[-1]["step"] == self.done:
+            return resumed["wandb_id"], resumed["parent"]
+        return None, {"run": resumed["wandb_id"], "checkpoint": resumed["checkpoint"], "step": self.done}
 
     def log(self, step: int, metrics: dict[str, float], histograms: dict | None = None) -> None:
         """Records the metrics of a step (Meter.step) or evaluation (metrics.validation); step 0 is before the first.

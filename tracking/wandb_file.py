@@ -5,10 +5,11 @@ header of 7 bytes, with zlib's CRC-32 of type and data. W&B does not promise to 
 are checked before anything is written.
 """
 
-import os
 import struct
 import zlib
 from pathlib import Path
+
+from tracking import whole
 
 HEADER = b":W&B\xe1\xbe\x00"
 BLOCK = 32768
@@ -60,16 +61,7 @@ def write(path: Path, records: list[bytes]) -> None:
             kind = (MIDDLE if record else LAST) if begun else (FIRST if record else FULL)
             content += FRAME.pack(_checksum(kind, data), len(data), kind) + data
             begun = True
-    unfinished = path.with_suffix(".tmp")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
+    whole.write(path, bytes(content))
 
 
 def _checksum(kind: int, data: bytes) -> int:

@@ -42,10 +42,11 @@ def sweep_of(run_dir: Path) -> Path | None:
     return None
 
 
-def identity(run_dir: Path, choices: dict[str, str]) -> dict:
+def identity(run_dir: Path, choices: dict[str, str], known_id: str | None = None) -> dict:
     """The fields by which W&B groups and finds runs: one W&B run a run folder, one group and folder of files a sweep.
 
-    A point that is started again in its folder gets the same id.
+    A point that is started again in its folder gets the same id. `known_id` is that of a run that goes on from its
+    checkpoint, for a folder that has lost it.
     """
     run_dir = run_dir.absolute()
     sweep = sweep_of(run_dir)
@@ -58,7 +59,7 @@ def identity(run_dir: Path, choices: dict[str, str]) -> dict:
     names += [f"{key.rpartition('.')[2]}={value}" for key, value in differs.items()]
     labels = {group: choices[group] for group in NAMED if choices.get(group)} | differs
     return {
-        "id": load(run_dir, FILE).get("id") or _id(home.name, folder, about.get("started") or now()),
+        "id": load(run_dir, FILE).get("id") or known_id or _id(home.name, folder, about.get("started") or now()),
         "name": "-".join(names)[:128] or run_dir.name,
         "group": sweep.name if sweep else None,
         "job_type": "train",
@@ -83,8 +84,11 @@ def _id(home: str, folder: str, began: str) -> str:
 class WandbRun:
     """A W&B run. `mode` and `reason` say how it is used; `folder` is where its files are, None when disabled."""
 
-    def __init__(self, frozen, run_dir: Path, facts: dict):
-        """Starts the run. Raises TrackingError when W&B cannot be used in the way that was asked for."""
+    def __init__(self, frozen, run_dir: Path, facts: dict, known_id: str | None = None):
+        """Starts the run. Raises TrackingError when W&B cannot be used in the way that was asked for.
+
+        `known_id`: see `identity`.
+        """
         asked = str(frozen.cfg.tracking.mode.value)
         self.mode, self.reason = decide(asked)
         self.folder: Path | None = None
@@ -108,7 +112,10 @@ class WandbRun:
         about = {"tokens_per_step": frozen.cfg.train.global_batch * frozen.cfg.train.seq_len} | facts
         about.pop("choices", None)
         try:
-            fields = {"project": frozen.cfg.tracking.project, **identity(run_dir, frozen.choices)}
+            fields = {"project": frozen.cfg.tracking.project, **identity(run_dir, frozen.choices, known_id)}
+            if fields["id"] == (facts.get("parent") or {}).get("run"):
+                # The folder has lost the metrics of its earlier steps, which W&B may still have.
+                fields["id"] = f"{fields['id'][: LONGEST_ID - 20]}-after-{facts['parent']['step']}"
             config = plain(config | {"choices": frozen.choices, "facts": about})
             self._start(wandb, asked, fields | {"config": config})
             self.folder, self.url = Path(self._run.dir).parent, self._run.url if self.mode == "online" else None
