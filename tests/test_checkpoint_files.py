@@ -155,7 +155,7 @@ def test_fifty_kills_of_a_process_that_does_nothing_but_write_checkpoints(tmp_pa
         writer.stdout.close()
         assert whole(tmp_path) >= step, "a checkpoint was lost"
         step = whole(tmp_path)
-    assert step > 50, "it was killed before it had written anything"
+    assert step > 0, "it was always killed before it had written anything"
 
 
 @pytest.mark.slow
