@@ -1,8 +1,8 @@
 """What a device and its links really reach, as shares of the figures in conf/cluster: few constants with their sources.
 
 The sheet figures (peak, bandwidths) stand in `conf/cluster/*.yaml`; here stands what of them a kernel or a collective
-gets. Constants marked `fitted` were adjusted on published training rows and are judged by leaving each source out
-(`python -m planner.validate`); the others are measurements that someone published.
+gets. Constants marked `measured` are measurements that someone published; those marked `estimate` are first estimates,
+which `python -m planner.validate` fits on published training rows, each source judged by constants fitted without it.
 """
 
 from dataclasses import dataclass, replace
@@ -22,25 +22,25 @@ class Device:
     processors: int
     # Largest share of the dense peak that a matrix product reaches (measured, see above).
     product: float
-    # Share of the peak that attention kernels reach, forwards and backwards (fitted).
+    # Share of the peak that attention kernels reach, forwards and backwards (estimate).
     attention: float
     attention_backward: float
-    # Share of the memory bandwidth that element-wise kernels reach (fitted).
+    # Share of the memory bandwidth that element-wise kernels reach (estimate).
     memory: float
-    # Least time of a kernel, launch included (fitted).
+    # Least time of a kernel, launch included (estimate).
     launch_s: float
-    # Time the host takes to launch one kernel in eager mode (fitted; 5-10 µs is what PyTorch's own profiles show).
+    # Time the host takes to launch one kernel in eager mode (estimate; 5-10 µs is what PyTorch's own profiles show).
     dispatch_s: float
     # Share of NVLink's bandwidth that a collective reaches (measured, see above).
     nvlink: float
-    # Share of the network's bandwidth that a collective reaches (fitted).
+    # Share of the network's bandwidth that a collective reaches (estimate).
     network: float
     # Time of one hop of a collective inside a node and between nodes (NCCL's own figures for its rings: 1-7 µs).
     hop_s: float = 4e-6
     network_hop_s: float = 10e-6
-    # A product's inner dimension costs as if it were this much longer: filling and draining a tile's pipeline (fitted).
+    # A product's inner dimension costs as if it were this much longer: filling and draining a tile's pipeline (estimate).
     inner_extra: int = 128
-    # Share of element-wise traffic left where kernels are fused; 1 for this program (fitted for other software).
+    # Share of element-wise traffic left where kernels are fused; 1 for this program (estimate for other software).
     unfused: float = 1.0
     # Share of the smaller of communication and computation that overlap cannot hide: they share memory and processors.
     overlap_loss: float = 0.1
@@ -48,7 +48,7 @@ class Device:
     host_gb_s: float = 50.0
     # GiB taken before the first tensor: CUDA's context and kernels (0.5-1.6 GiB measured) and NCCL's buffers.
     context_gib: float = 2.0
-    # What the allocator reserves over what is allocated at the peak (fitted).
+    # What the allocator reserves over what is allocated at the peak (estimate).
     fragmentation: float = 1.04
 
 

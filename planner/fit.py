@@ -1,4 +1,4 @@
-"""Fit the constants marked `fitted` in planner/device.py on published rows, each source with the same weight."""
+"""Fit the constants marked `estimate` in planner/device.py on published rows, each source with the same weight."""
 
 import math
 import statistics

@@ -2,7 +2,7 @@
 
 Plans every row of planner/published/throughput.csv and prints, by source, the error of tokens/s and of memory, how many
 out-of-memory rows are called right, and how often the faster of two runs that differ only in layout is named. Constants
-marked `fitted` in planner/device.py are fitted anew without the source that is judged, so that no figure is a fit to
+marked `estimate` in planner/device.py are fitted anew without the source that is judged, so that no figure is a fit to
 itself. The dry runs take most of the time; `profiles=` keeps them in a folder for the next time.
 """
 
