@@ -38,7 +38,7 @@ class Device:
     # Time of one hop of a collective inside a node and between nodes (NCCL's own figures for its rings: 1-7 µs).
     hop_s: float = 4e-6
     network_hop_s: float = 10e-6
-    # A product's inner dimension costs as if it were this much longer: filling and draining a tile's pipeline (estimate).
+    # A product's inner dimension costs as if it were this much longer: a tile's pipeline fills and drains (estimate).
     inner_extra: int = 128
     # Share of element-wise traffic left where kernels are fused; 1 for this program (estimate for other software).
     unfused: float = 1.0
