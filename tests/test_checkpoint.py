@@ -50,10 +50,12 @@ def test_a_run_that_changes_its_layout_every_five_steps_trains_like_one_that_nev
     ours, theirs = checkpoint_io.read(at(link, last)), checkpoint_io.read(at(whole, last))
     found = deviations(ours, theirs)
     assert {name.partition("/")[0] for name in found} == {"weights", "exp_avg", "exp_avg_sq"}
-    # Gradients agree to some 1e-6 of their norm; Adam's division lets weights of tiny gradients differ more.
-    assert not {name: far for name, far in found.items() if far > 1e-4}
+    # Gradients agree to some 1e-6 of their norm; Adam's division lets weights of tiny gradients differ more, and the
+    # moments are sums of gradients that hardly cancel out.
+    allowed = {name: 1e-4 if name.startswith("weights/") else 1e-3 for name in found}
+    assert not {name: far for name, far in found.items() if far > allowed[name]}
     steps_before = deviations(checkpoint_io.read(at(whole, last - LINK)), theirs)
-    assert min(steps_before.values()) > 5e-4, "a comparison that cannot fail"
+    assert all(far > 5 * allowed[name] for name, far in steps_before.items()), "a comparison that cannot fail"
     about = checkpoint_files.read_about(at(link, last))
     assert (about["updates"], about["step"], about["samples"]) == (last, last, 8 * last)
 
