@@ -18,7 +18,7 @@ from parallel.checkpoint_state import local, owned
 from precision.reference import Reference
 
 # Columns of the table that are added up over ranks; a row is the embedding, a layer, or the output (with its norm).
-ADDED = ("elements", "zeros", "overflows", "squares", "updates", "lost", "error", "exact")
+ADDED = ("elements", "zeros", "overflows", "squares", "updates", "lost", "error", "exact", "outputs", "out_squares")
 LINEAR = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 EXPONENTS = 256  # values that the exponent field of an FP32 number has
 
@@ -66,6 +66,8 @@ class Probe:
         @torch.no_grad()
         def watch(module, args, output):
             self.largest[row] = torch.maximum(self.largest[row], output[0].abs().amax().float())
+            if isinstance(module, TransformerLayer):  # ranks that hold copies of it add to both
+                self._add(row, outputs=output[0].numel(), out_squares=output[0].float().square().sum())
 
         return watch
 
@@ -158,6 +160,7 @@ class Probe:
         names = {"underflow": "underflow_fraction", "overflow": "overflow_fraction", "lost_updates": "lost_updates"}
         found |= {f"amp/{told}": total[what] for what, told in names.items() if what in total}
         found["amp/largest_activation"] = max(largest)
+        found["amp/activation"] = found[f"probe/activation/{self.rows[-2]}"]
         errors = [value for name, value in found.items() if name.startswith("probe/relative_error/")]
         return found | ({"amp/relative_error": max(errors)} if errors else {})
 
@@ -170,6 +173,8 @@ def _shares(row: dict[str, float]) -> dict[str, float]:
         found["overflow"] = row["overflows"] / row["elements"]
     if row["updates"]:
         found["lost_updates"] = row["lost"] / row["updates"]
+    if row["outputs"]:
+        found["activation"] = (row["out_squares"] / row["outputs"]) ** 0.5
     if row["exact"]:
         found["relative_error"] = (row["error"] / row["exact"]) ** 0.5
     return found

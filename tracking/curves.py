@@ -10,6 +10,7 @@ CURVES = {
     "loss": ("Training loss", "train/loss", True),
     "val": ("Validation loss", "val/loss", False),
     "norm": ("Gradient norm before clipping", "grad/norm", True),
+    "activation": ("Size of the last layer's output (root mean square, probed)", "amp/activation", False),
 }
 # Of all runs together; fewer for each when there are many, which then overlap anyhow.
 MOST_POINTS = 30_000
