@@ -1,6 +1,6 @@
 """A rank of the parity protocol that makes a mistake under some layouts, of the kinds that they are known for.
 
-    python tests/broken_rank.py FOLDER
+python tests/broken_rank.py FOLDER
 """
 
 import contextlib

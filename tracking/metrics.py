@@ -44,7 +44,7 @@ PROBED = {
     "amp/overflow_fraction": "Share of the gradient, times the loss scale, that is not finite in probe.format.",
     "amp/lost_updates": "Share of the weights, as the optimizer keeps them, that the update left exactly as they were.",
     "amp/largest_activation": "Largest absolute value that came out of a layer or of one of its linear layers.",
-    "amp/activation": "Root mean square of what comes out of the last layer; probe/activation/<layer> has every layer's.",
+    "amp/activation": "Root mean square of what comes out of the last layer; probe/activation/<layer> has all.",
     "amp/relative_error": "Error of the worst layer's output, against FP32 from the same inputs, over its size.",
     "probe/cost_s": "Seconds that the measurement took, on the logging rank.",
 }
