@@ -160,7 +160,8 @@ class Probe:
         names = {"underflow": "underflow_fraction", "overflow": "overflow_fraction", "lost_updates": "lost_updates"}
         found |= {f"amp/{told}": total[what] for what, told in names.items() if what in total}
         found["amp/largest_activation"] = max(largest)
-        found["amp/activation"] = found[f"probe/activation/{self.rows[-2]}"]
+        last = f"probe/activation/{self.rows[-2]}"
+        found |= {"amp/activation": found[last]} if last in found else {}
         errors = [value for name, value in found.items() if name.startswith("probe/relative_error/")]
         return found | ({"amp/relative_error": max(errors)} if errors else {})
 

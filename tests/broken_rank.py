@@ -51,11 +51,11 @@ def last_update_lost(cfg):
 
     step, calls = Clipper.step, []
 
-    def broken(self):
+    def broken(self, *args):
         calls.append(None)
         weights = max(self.optimizer.get_parameters(), key=lambda parameter: parameter.numel())
         before = weights.detach().clone()
-        update = step(self)
+        update = step(self, *args)
         if len(calls) == cfg.train.steps:
             weights.data.copy_(before)
         return update

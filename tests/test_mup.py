@@ -18,6 +18,7 @@ def trained(cfg_of, hidden: int, *words: str, steps: int = 4) -> tuple[list[floa
     chunks = wrap.model_chunks(cfg, torch.device("cpu"))
     optimizer = build.optimizer(cfg, chunks)
     schedule = build.schedule(cfg, optimizer)
+    clipper = clip.Clipper(cfg, chunks, optimizer)
     wrap.connect(chunks, optimizer, cfg)
     batches = Batches(Mock(cfg.model.vocab, cfg.train.seq_len, stream=2), cfg.train, 0, 1, None)
     seen = []
@@ -31,7 +32,7 @@ def trained(cfg_of, hidden: int, *words: str, steps: int = 4) -> tuple[list[floa
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         losses.append(loss.run(chunks, micro_batches, cfg.train, backward=True))
-        clip.step(optimizer, cfg.clip)
+        clipper.step()
     batches.close()
     return losses, (seen[-1] - seen[0]).abs().mean()
 
