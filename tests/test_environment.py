@@ -68,12 +68,15 @@ def test_cores_are_shared_out_and_the_shell_may_say_otherwise(monkeypatch):
     assert rank_environment(layout(), 2)["OMP_NUM_THREADS"] == "7"
 
 
-def test_threads_of_a_cpu_rank_sleep_while_they_wait_unless_the_shell_says_otherwise(monkeypatch):
+def test_threads_of_a_cpu_rank_do_not_spin_for_long_unless_the_shell_says_so(monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert rank_environment(layout(device=Device.cpu), 1)["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert "OMP_WAIT_POLICY" not in rank_environment(layout(), 1)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert rank_environment(layout(device=Device.cpu), 1)["GOMP_SPINCOUNT"] == "10000"
+    assert "GOMP_SPINCOUNT" not in rank_environment(layout(), 1)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert rank_environment(layout(device=Device.cpu), 1)["GOMP_SPINCOUNT"] == "7"
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert rank_environment(layout(device=Device.cpu), 1)["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert "GOMP_SPINCOUNT" not in rank_environment(layout(device=Device.cpu), 1)
 
 
 def test_a_containers_limits_count(monkeypatch, tmp_path):

@@ -78,7 +78,7 @@ def _finite(value) -> bool:
     return isinstance(value, float) and math.isfinite(value)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_half_precision_trains_like_fp32(steps, precision):
     full, half = (
         [line["train/loss"] for line in steps(f"precision={name}", "precision.initial_loss_scale=1024")]

@@ -92,6 +92,7 @@ def broken(folder: Path, *layouts: str) -> tuple[int, dict[str, Point]]:
     return parity.main(words, entry), found(folder)
 
 
+@pytest.mark.slow
 def test_a_mistake_of_a_layout_makes_the_command_fail_and_is_shown_where_it_is(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PYTHONPATH", str(REPO))
     code, points = broken(tmp_path, "tp2", "dp2", "pp2", "tp2_sp")

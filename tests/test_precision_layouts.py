@@ -12,6 +12,7 @@ import pytest
 import torch
 from layout_steps import CASES, LAYOUTS
 
+pytestmark = pytest.mark.slow
 REPO = Path(__file__).resolve().parent.parent
 
 

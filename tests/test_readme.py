@@ -39,8 +39,13 @@ def test_make_knows_the_target(target):
     assert done.returncode == 0, done.stderr
 
 
-# A sweep kept as a file has as many points as it has, each with its own start.
-@pytest.mark.parametrize("line", [pytest.param(x, marks=pytest.mark.slow) if "+sweep=" in x else x for x in RUN])
+# A sweep has as many points as it has, each with its own start, and a search as many layouts; one sweep is short enough.
+LONG = ("+sweep=", "--search", "precision=fp32,bf16")
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(x, marks=pytest.mark.slow) if any(word in x for word in LONG) else x for x in RUN]
+)
 def test_command_runs(line, plain_env, tmp_path):
     command = line.partition("#")[0].strip()
     if "runs/mine" in command:  # prepared by the line before

@@ -150,7 +150,10 @@ def test_a_signal_in_the_first_second_is_told_and_leaves_no_half_run(signum, pla
         assert said == f"stopped by {signum.name} before anything was started"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
+STOPS = [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("signum", STOPS, ids=lambda s: s.name)
 def test_a_run_that_is_stopped_leaves_no_process_and_every_finished_step(signum, plain_env, tmp_path):
     command = [
         sys.executable,

@@ -134,7 +134,7 @@ def test_an_offline_run_is_complete_and_readable(run_dir, env):
     overview, rows = tracked.leet(run_dir, env)
     assert (overview["state"], overview["exit_code"], overview["project"]) == ("finished", 0, "tripod")
     assert overview["name"] == "tiny-single-fp32-adamw-clip0.1" and "clip=0.1" in overview["tags"]
-    assert overview["config"]["clip"] == {"kind": "fixed", "max_norm": 0.1}
+    assert overview["config"]["clip"].items() >= {"kind": "fixed", "max_norm": 0.1}.items()
     assert overview["config"]["choices"]["clip"] == "0.1" and overview["config"]["precision"]["compute"] == "fp32"
     assert overview["config"]["facts"]["parameters"] == 1234567
     assert overview["summary"]["result/status"] == "ok" and overview["summary"]["result/val_loss_best"] == 2.25
