@@ -39,7 +39,7 @@ def test_make_knows_the_target(target):
     assert done.returncode == 0, done.stderr
 
 
-# A sweep has as many points as it has, each with its own start, and a search as many layouts; one sweep is short enough.
+# A sweep has many points, each with its own start, and a search many layouts; one short sweep stays.
 LONG = ("+sweep=", "--search", "precision=fp32,bf16")
 
 
