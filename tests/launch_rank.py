@@ -49,9 +49,12 @@ def progress():
     for done in range(0, 101, 5):
         print(f"\r\x1b[2K\x1b[32m{done} %\x1b[0m", end="", flush=True)
         time.sleep(0.01)
-    print("\nfirst\nbar\ndetail", end="")
+    # In one piece: until a rank has gone up for the first time, a line that is complete when it is read is kept.
+    before = "\nfirst\nbar\ndetail"
     for done in range(20):
-        print(f"\r\x1b[2K\x1b[1A\x1b[2Kbar {done}\ndetail {done}", end="", flush=True)
+        sys.stdout.write(f"{before}\r\x1b[2K\x1b[1A\x1b[2Kbar {done}\ndetail {done}")
+        sys.stdout.flush()
+        before = ""
         time.sleep(0.01)
     print("\nfinished")
 
