@@ -39,8 +39,8 @@ def test_make_knows_the_target(target):
     assert done.returncode == 0, done.stderr
 
 
-# A sweep has many points, each with its own start, and a search many layouts; one short sweep stays.
-LONG = ("+sweep=", "--search", "precision=fp32,bf16")
+# Many starts or many layouts, or tested elsewhere too; one short sweep stays.
+LONG = ("+sweep=", "--search", "precision=fp32,bf16", "data=megatron", "data=text")
 
 
 @pytest.mark.parametrize(
