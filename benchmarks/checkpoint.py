@@ -10,10 +10,7 @@ written to benchmarks/results/checkpoint.json. The first round, in which the hos
 apart from the others.
 """
 
-import json
-import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,9 +19,8 @@ import time
 from pathlib import Path
 
 from benchmarks.overhead import Bare
+from benchmarks.setting import ROOT, keep, only_rank
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULT = ROOT / "benchmarks" / "results" / "checkpoint.json"
 MODEL = (
     "model.layers=12 model.hidden=768 model.ffn_hidden=2048 model.heads=12 model.kv_heads=12 model.vocab=10240 "
     "train.global_batch=1 train.micro_batch=1 train.seq_len=64 data=mock parallel=single launch.device=cpu "
@@ -60,10 +56,7 @@ def tensor_files(folder: Path) -> list[Path]:
 
 def measure(folder: Path, cfg, rounds: int) -> list[dict[str, float]]:
     """Seconds of everything, by round."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    only_rank()
     from parallel import quiet
 
     quiet.libraries()
@@ -123,7 +116,6 @@ def dd(folder: Path) -> float:
 
 def report(frozen, rounds: list[dict[str, float]], size: int) -> None:
     """Print the table and write it with configuration and versions."""
-    from tracking import result
 
     first, *rest = rounds
     middle = {name: statistics.median(one[name] for one in rest) for name in first}
@@ -139,8 +131,6 @@ def report(frozen, rounds: list[dict[str, float]], size: int) -> None:
         "step_beside_to_alone": slower,
         "seconds": middle,
         "rounds": rounds,
-        "versions": result.versions(),
-        "git_commit": result.git_commit(),
         "overrides": frozen.overrides,
         "config_hash": frozen.config_hash,
     }
@@ -152,9 +142,7 @@ def report(frozen, rounds: list[dict[str, float]], size: int) -> None:
     print(f"training    stops for {middle['stopped_in_training']:.3f} s, {stops:.1%} of the time of writing")
     print(f"            ({first['stopped']:.2f} s for the first, when the memory of the copy is new)")
     print(f"            a step takes {slower:.2f} times as long while one is written")
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(found, indent=2) + "\n")
-    print(f"written to {RESULT.relative_to(ROOT)}")
+    keep("checkpoint", **found)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULT = ROOT / "benchmarks" / "results" / "dry_run.json"
+from benchmarks.setting import ROOT, keep
+
 SHAPE = "model=tiny model.layers=4 data=mock train.micro_batch=1 train.global_batch=8 clip=0.1"
 CASES = {
     "single_fp32": "parallel=single precision=fp32",
@@ -224,7 +224,12 @@ def main(words: list[str]) -> None:
         off = sorted(abs(r["dry"]["peak"] / r["real"][peak] - 1) for r in results.values())
         print(f"{len(results)} ranks: {peak} off by {off[len(off) // 2]:.2%} in the median, {off[-1]:.2%} at most")
     if len(names) == len(CASES) and "write=false" not in words:
-        RESULT.write_text(json.dumps(results, indent=1) + "\n")
+        keep("dry_run", ranks=results)
+    differing = [
+        name for name, r in results.items() if any(r["real"][key] != r["dry"][key] for key in ("state", "sent"))
+    ]
+    if differing:
+        sys.exit(f"Model state or bytes sent are not those of the real run: {', '.join(differing)}.")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,7 @@ The stand-in is in both. Its cost is the number of wrapped calls in a bare step 
 import contextlib
 import dataclasses
 import io
-import json
-import os
 import runpy
-import socket
 import statistics
 import sys
 import tempfile
@@ -26,8 +23,8 @@ import timeit
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULT = ROOT / "benchmarks" / "results" / "overhead.json"
+from benchmarks.setting import ROOT, keep, only_rank
+
 WARM_UP = 5
 
 
@@ -44,10 +41,7 @@ def main(words: list[str]) -> None:
     cfg, choices, task, _ = compose.compose(overrides)
     compose.freeze(compose.check(cfg), folder, choices, task)
     frozen = load(folder)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    only_rank()
 
     bare = Bare(frozen.cfg)
     times = alternate(folder, bare, frozen.cfg.train.steps)
@@ -174,7 +168,6 @@ def wrapping_s() -> float:
 
 def report(frozen, times: dict[str, list[float]], bare: Bare) -> None:
     """Print the table and write it with configuration and versions."""
-    from tracking import result
 
     median = {name: statistics.median(values) for name, values in times.items()}
     ratios = [ours / theirs for ours, theirs in zip(times["train.py"], times["bare"], strict=True)]
@@ -189,8 +182,6 @@ def report(frozen, times: dict[str, list[float]], bare: Bare) -> None:
         "stand_in_calls_per_step": calls,
         "stand_in_s_per_call": each,
         "stand_in_overhead": calls * each / median["bare"],
-        "versions": result.versions(),
-        "git_commit": result.git_commit(),
         "overrides": frozen.overrides,
         "config_hash": frozen.config_hash,
     }
@@ -198,9 +189,7 @@ def report(frozen, times: dict[str, list[float]], bare: Bare) -> None:
     print(f"bare Megatron    {median['bare'] * 1e3:8.2f} ms, alternating with it")
     print(f"loop             {found['loop_overhead']:8.2%} more (quartiles {low - 1:.2%} to {high - 1:.2%})")
     print(f"stand-in         {found['stand_in_overhead']:8.2%} of it: {calls} wrapped calls, {each * 1e6:.2f} us each")
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(found, indent=2) + "\n")
-    print(f"written to {RESULT.relative_to(ROOT)}")
+    keep("overhead", **found)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULT = ROOT / "benchmarks" / "results" / "prepare.json"
+from benchmarks.setting import ROOT, keep
+
 BATCH = 2**23  # bytes of text that the library is given at a time
 ALONE = """
 import json, sys, time
@@ -57,7 +57,6 @@ def main(words: list[str]) -> None:
     """Run, print, write."""
     asked = {"mb": 64, "rounds": 5} | {name: int(value) for name, _, value in (w.partition("=") for w in words)}
     from data import bpe
-    from tracking import result
 
     with tempfile.TemporaryDirectory() as folder:
         corpus, tokenizer = Path(folder, "corpus.jsonl"), Path(folder, "tokenizer.json")
@@ -89,16 +88,12 @@ def main(words: list[str]) -> None:
         "cpu_ratio": statistics.median(cpu),
         "load": os.getloadavg()[0],
         "start_s": statistics.median(starts),
-        "versions": result.versions() | prepared["versions"],
-        "git_commit": result.git_commit(),
     }
     print(f"library alone  {found['alone_mb_s']:6.2f} MB/s (median of {len(alone)}, {found['cores']} cores)")
     print(f"data.prepare   {found['prepare_mb_s']:6.2f} MB/s, after {found['start_s']:.1f} s of starting")
     print(f"ratio          {found['ratio']:6.2f} (median; {min(ratios):.2f} to {max(ratios):.2f})")
     print(f"by CPU time    {found['cpu_ratio']:6.2f} (median; {min(cpu):.2f} to {max(cpu):.2f})")
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(found, indent=2) + "\n")
-    print(f"written to {RESULT.relative_to(ROOT)}")
+    keep("prepare", prepared["versions"], **found)
 
 
 def _texts(size: int):

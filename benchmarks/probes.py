@@ -16,8 +16,8 @@ import tempfile
 import timeit
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULT = ROOT / "benchmarks" / "results" / "probes.json"
+from benchmarks.setting import ROOT, keep
+
 WARM_UP = 6
 EVERY = 50
 
@@ -64,7 +64,6 @@ def off_s() -> float:
 
 def report(overrides: list[str], pairs: int, step_s: float, quartiles: tuple[float, float, float]) -> None:
     """Print the figures and write them with configuration and versions."""
-    from tracking import result
 
     low, middle, high = quartiles
     off = off_s()
@@ -76,17 +75,13 @@ def report(overrides: list[str], pairs: int, step_s: float, quartiles: tuple[flo
         f"every_{EVERY}_steps": middle / EVERY,
         "off_s_per_step": off,
         "off": off / step_s,
-        "versions": result.versions(),
-        "git_commit": result.git_commit(),
         "overrides": overrides,
     }
     print(f"step             {step_s * 1e3:8.2f} ms (median of {pairs})")
     print(f"probed step      {middle:8.1%} more (quartiles {low:.1%} to {high:.1%})")
     print(f"every {EVERY} steps   {middle / EVERY:8.2%}")
     print(f"off              {off / step_s:8.5%} ({off * 1e6:.2f} us)")
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(found, indent=2) + "\n")
-    print(f"written to {RESULT.relative_to(ROOT)}")
+    keep("probes", **found)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 from data.corpus import BadData
+from parallel.checkpoint_files import sync
 
 ENDS = (".bin", ".json", ".idx")
 
@@ -51,16 +52,8 @@ class Pair:
         self.path(".json").write_text(json.dumps(record, indent=2) + "\n")
         ends = sorted((file.name.removeprefix("tokens") for file in self.folder.iterdir()), key=".idx".__eq__)
         for end in ends:
-            _sync(self.path(end))
+            sync(self.path(end))
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)  # an old one does not fit the new tokens
         for end in ends:
             os.replace(self.path(end), f"{self.prefix}{end}")
-        _sync(Path(self.prefix).absolute().parent)
-
-
-def _sync(path: Path) -> None:
-    held = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(held)
-    finally:
-        os.close(held)
+        sync(Path(self.prefix).absolute().parent)

@@ -45,7 +45,7 @@ def take(source: Path, to: Path, step: Callable[[int, int], None]) -> tuple[dict
         for name in BESIDE:
             if (source / name).exists():
                 files.write_synced(unfinished / FOLDER / name, (source / name).read_bytes())
-        files.sync_folder(unfinished / FOLDER)
+        files.sync(unfinished / FOLDER)
         about = {
             **dict(step=0, tokens=0, samples=0, updates=0, loss_scale=None, layout={}, world_size=1),
             "model": model,

@@ -1,5 +1,6 @@
 """Forward and backward pass over a global batch by Megatron's pipeline schedule, and the loss that all agree on."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -118,25 +119,31 @@ def evaluate(chunks, held_out: HeldOut, train: Train, before: Callable[[int], No
     return from_last_stage((total[0] / total[1]).item())
 
 
-class evaluating:
-    """Within it the chunks are in evaluation mode, with weights that are complete.
+@contextlib.contextmanager
+def weights_complete(chunks):
+    """For passes outside of a training step.
 
     With overlapped gathering, DDP fetches weights in hooks of the forward pass and expects a training step around
     them; outside of one they are gathered at once and the hooks are off.
     """
-
-    def __init__(self, chunks):
-        self.chunks = chunks
-        self.hooked = [c for c in chunks if getattr(c, "use_forward_hook", False) and c.remove_forward_pre_hook_handles]
-
-    def __enter__(self):
-        for chunk in self.hooked:
-            chunk.disable_forward_pre_hook()
-        for chunk in self.chunks:
-            chunk.eval()
-
-    def __exit__(self, *error):
-        for chunk in self.chunks:
-            chunk.train()
-        for chunk in self.hooked:
+    hooked = [c for c in chunks if getattr(c, "use_forward_hook", False) and c.remove_forward_pre_hook_handles]
+    for chunk in hooked:
+        chunk.disable_forward_pre_hook()
+    try:
+        yield
+    finally:
+        for chunk in hooked:
             chunk.enable_forward_pre_hook()
+
+
+@contextlib.contextmanager
+def evaluating(chunks):
+    """Within it the chunks are in evaluation mode, with weights that are complete."""
+    with weights_complete(chunks):
+        for chunk in chunks:
+            chunk.eval()
+        try:
+            yield
+        finally:
+            for chunk in chunks:
+                chunk.train()

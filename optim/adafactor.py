@@ -43,7 +43,7 @@ class Adafactor(WholeRule):
             held["row_var"].lerp_(rows / shape[1], new)
             held["col_var"].lerp_(columns / shape[0], new)
         sizes = torch.tensor([torch.Size(t.shape).numel() for t in self.whole.tensors], device="cuda").unsqueeze(1)
-        weights, updates = (self.squares() / sizes).sqrt().unbind(1)
+        weights, updates = (self.squares(self.update) / sizes).sqrt().unbind(1)
         scales = weights.clamp(min=self.floor) / (updates / self.update_clip).clamp(min=1.0)
         for part in self.whole.parts:
             lr, update = part.group["lr"], self.update(part)

@@ -22,7 +22,7 @@ class Lamb(WholeRule):
         self.count()
         for part in self.whole.parts:
             self.advance(part)
-        weights, updates = self.squares().sqrt().unbind(1)
+        weights, updates = self.squares(self.update).sqrt().unbind(1)
         ratios = torch.where((weights > 0) & (updates > 0), weights / updates, 1.0)
         for part in self.whole.parts:
             # Computed twice, so that not all updates are held at once.

@@ -64,6 +64,7 @@ def install(wrapped, chunks, cfg: Config) -> None:
     name, kept = cfg.optimizer.name, Kept(cfg)
     if name in (OptimizerName.adam, OptimizerName.adamw) and not kept.elsewhere:
         return
+    whole_rules: list[WholeRule] = []
     for part in optimizers(wrapped):
         groups = part.optimizer.param_groups
         # Made over nothing: a shard is a view of the weights, which torch refuses at this place and only here.
@@ -74,12 +75,15 @@ def install(wrapped, chunks, cfg: Config) -> None:
         rule.param_groups = groups
         rule.state.clear()
         part.optimizer = rule
-        if kept.elsewhere and not isinstance(rule, WholeRule):
+        if isinstance(rule, WholeRule):
+            whole_rules.append(rule)
+        elif kept.elsewhere:
             keep(rule, MOMENTS[name], kept)
         elif name is OptimizerName.adagrad:  # makes its state when it is made itself
             for group in groups:
                 for p in group["params"]:
                     rule.state[p] = {"sum": torch.zeros_like(p.detach()), "step": torch.tensor(0.0)}
-    whole = Whole(chunks, wrapped, cfg) if issubclass(type(rule), WholeRule) else None
-    for part in optimizers(wrapped) if whole else []:
-        part.optimizer.start(whole, kept)
+    if whole_rules:
+        whole = Whole(chunks, wrapped, cfg)
+        for rule in whole_rules:
+            rule.start(whole, kept)

@@ -1,5 +1,7 @@
 """What rules that look at whole tensors have in common."""
 
+from collections.abc import Callable
+
 import torch
 
 from optim.moments import Kept
@@ -33,13 +35,12 @@ class WholeRule(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
         return self.param_groups[0]["step"]
 
-    def update(self, part: Part) -> torch.Tensor:
-        """What is taken from a part's weights, before the learning rate and a factor of the whole tensor."""
-        raise NotImplementedError
+    def squares(self, update: Callable[[Part], torch.Tensor]) -> torch.Tensor:
+        """Sums of squares of each tensor's weights and of its update: `[tensors, 2]`. All ranks must call it.
 
-    def squares(self) -> torch.Tensor:
-        """Sums of squares of each tensor's weights and of its `update`: `[tensors, 2]`. All ranks must call it."""
-        return self.whole.sums(lambda part: [t.float().square().sum() for t in (part.weights, self.update(part))], 2)
+        `update` tells what is taken from a part's weights, before the learning rate and a factor of the whole tensor.
+        """
+        return self.whole.sums(lambda part: [t.float().square().sum() for t in (part.weights, update(part))], 2)
 
     def advance(self, part: Part) -> None:
         """Let Adam's two moments of a part see its gradient, in FP32 whatever format it comes in."""

@@ -29,7 +29,11 @@ class HostCopy:
         self._memory.zero_()
         if self._device is not None:
             torch.cuda.set_device(self._device)  # a new thread has the first GPU
-            torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 1)
+            refused = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 1))
+            if refused:
+                print(
+                    f"checkpoints: memory for their copy cannot be locked (CUDA error {refused}), so copies take longer"
+                )
 
     def take(self, tensors: dict[str, Pieces]) -> dict[str, Pieces]:
         """Copy the pieces that this rank writes; they stay valid until the next time."""

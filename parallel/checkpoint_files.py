@@ -159,7 +159,7 @@ def commit(unfinished: Path, about: dict, keep: int) -> Path:
     pointer = folder / f"{UNFINISHED}{POINTER}.txt"
     write_synced(pointer, f"{final.name}\n".encode())
     os.replace(pointer, folder / POINTER)
-    sync_folder(folder)
+    sync(folder)
     older = [other for other in complete(folder) if other.name < final.name]
     for old in [*folder.glob(f"{REPLACED}*"), *older[: 1 - keep or None]]:
         # Not a checkpoint any more before its first file goes.
@@ -177,9 +177,9 @@ def describe(unfinished: Path, about: dict) -> None:
 
 def publish(unfinished: Path, final: Path) -> None:
     """Give a filled folder its name, which must be free: complete on the disk, or not there."""
-    sync_folder(unfinished)
+    sync(unfinished)
     os.rename(unfinished, final)
-    sync_folder(final.parent)
+    sync(final.parent)
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -190,9 +190,9 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk, too."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Have what a file holds, or the names in a folder, on the disk, not only in memory."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

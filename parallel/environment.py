@@ -1,9 +1,9 @@
 """The environment variables that a layout needs in its ranks. The only place where they are decided."""
 
 import os
-import subprocess
 
 from conf.schema import Config, Device
+from parallel.devices import capability
 from parallel.host import cores
 
 
@@ -50,14 +50,5 @@ def _max_connections(cfg: Config, on_gpu: bool) -> str | None:
         return None
     if cfg.parallel.tp == 1 and cfg.parallel.cp == 1:
         return None
-    return "1" if not on_gpu or _compute_capability() < 10 else None
-
-
-def _compute_capability() -> float:
-    """Of the first GPU; 0 when nvidia-smi can't say, which costs a Blackwell a little speed and nothing else."""
-    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader", "--id=0"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-        return float(answer.splitlines()[0])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return 0.0
+    # A GPU that cannot be asked is taken for an older one, which costs a Blackwell a little speed and nothing else.
+    return "1" if not on_gpu or (capability() or 0) < 10 else None

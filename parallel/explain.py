@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel import memory
+from precision.diagnosis import REPORT
 from tracking import history
+from tracking.result import DOCTOR
 
-FOLDER = "doctor"
 MANY_STEPS = 10  # memory that runs out later was enough at first
 
 
@@ -49,7 +50,7 @@ def _sizes(cfg) -> str:
 
 def _nan(run_dir: Path) -> Explanation | None:
     try:
-        report = json.loads((run_dir / FOLDER / "report.json").read_bytes())
+        report = json.loads((run_dir / DOCTOR / REPORT).read_bytes())
         return Explanation(report["differs"] or report["because"], report["advice"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -65,7 +66,7 @@ def steps_done(run_dir: Path) -> int:
 
 def grown(run_dir: Path) -> dict | None:
     """What the first rank noticed whose memory grew from step to step (tracking.growth)."""
-    for file in sorted((run_dir / FOLDER).glob("memory-rank*.json")):
+    for file in sorted((run_dir / DOCTOR).glob("memory-rank*.json")):
         try:
             return json.loads(file.read_bytes())
         except (OSError, ValueError):

@@ -7,6 +7,7 @@ from parallel.layouts import multiples, near
 from parallel.resolve import whole
 
 STORED_AS = {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+# Rules that look at whole tensors.
 WHOLE = ("lamb", "adafactor", "muon")
 FP8_UNIT = 16  # both sides of an FP8 product are multiples of it on a tensor core
 

@@ -2,6 +2,7 @@
 
 from models import flops
 from optim.threshold import by_model_size
+from parallel.number_rules import WHOLE
 from parallel.resolve import whole
 
 # The keys that each rule reads besides lr, weight_decay and moments.
@@ -41,7 +42,7 @@ def problems(cfg) -> list[str]:
         found.append(f"optimizer={o.name} {none[o.name]}: take optimizer.moments=fp32.")
     if o.name in none and cfg.parallel.offload == "optimizer":
         found.append(f"optimizer={o.name} {none[o.name]}, so there is nothing to offload: take parallel.offload=none.")
-    if cfg.model.mup and o.name in ("lamb", "adafactor", "muon"):
+    if cfg.model.mup and o.name in WHOLE:
         found.append(
             f"model.mup=true scales learning rates by width for rules like SGD's and Adam's, and updates of {o.name} "
             "are relative to each tensor already: take model.mup=false or optimizer=adamw."

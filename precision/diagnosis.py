@@ -9,6 +9,8 @@ once more. Nothing here imports torch.
 import math
 import statistics
 
+# In the run's folder for it (tracking.result.DOCTOR).
+BATCH, REPORT = "batch.npy", "report.json"
 FP16_LARGEST = 65504.0
 ROSE = 10.0  # a norm so many times its median has risen
 HUGE_WEIGHT = 1e3

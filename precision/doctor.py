@@ -14,9 +14,11 @@ from pathlib import Path
 from conf.schema import TrackingMode
 from parallel import checkpoint_files, frozen, launch, rank_process
 from precision import diagnosis
+from precision.diagnosis import BATCH, REPORT
 from tracking import result
+from tracking.result import DOCTOR
 
-FOLDER, BATCH, REPORT, REPLAY = "doctor", "batch.npy", "report.json", "replay"
+REPLAY = "replay"
 
 
 def main(argv: list[str]) -> int:
@@ -27,16 +29,16 @@ def main(argv: list[str]) -> int:
     run_dir = Path(argv[0])
     try:
         point = frozen.load(run_dir)
-        report = json.loads((run_dir / FOLDER / REPORT).read_bytes())
+        report = json.loads((run_dir / DOCTOR / REPORT).read_bytes())
         print(diagnosis.text(report))
     except frozen.BadFrozen as problem:
         print(problem, file=sys.stderr)
         return 2
     except FileNotFoundError:
-        print(f"{run_dir / FOLDER} holds no report: this run has met no loss or gradient that is not finite.")
+        print(f"{run_dir / DOCTOR} holds no report: this run has met no loss or gradient that is not finite.")
         return 2
     except (ValueError, KeyError, TypeError) as problem:
-        print(f"{run_dir / FOLDER / REPORT} is damaged: {problem}", file=sys.stderr)
+        print(f"{run_dir / DOCTOR / REPORT} is damaged: {problem}", file=sys.stderr)
         return 2
     found = replay(run_dir, point)
     if isinstance(found, str):
@@ -52,7 +54,7 @@ def main(argv: list[str]) -> int:
 
 def replay(run_dir: Path, point: frozen.Frozen) -> dict | str:
     """Start the ranks of the run's layout on the saved batch; what they found, or why that was not possible."""
-    folder = run_dir / FOLDER / REPLAY
+    folder = run_dir / DOCTOR / REPLAY
     newest = checkpoint_files.latest(run_dir / checkpoint_files.FOLDER)
     cfg = point.cfg
     cfg.tracking = replace(cfg.tracking, mode=TrackingMode.disabled)

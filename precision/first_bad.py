@@ -30,7 +30,7 @@ def find(chunks, micro_batches, train, clear) -> dict | None:
     """
     # The interleaved schedule takes as many micro-batches as there are stages, or a multiple of it.
     at_once = parallel_state.get_pipeline_model_parallel_world_size() if len(chunks) > 1 else 1
-    with _weights_complete(chunks):
+    with loss.weights_complete(chunks):
         for start in range(0, len(micro_batches), at_once):
             clear()
             with Watcher(chunks, start) as watcher:
@@ -46,21 +46,6 @@ def everywhere(mine) -> list:
     told = [None] * dist.get_world_size()
     dist.all_gather_object(told, mine)
     return told
-
-
-class _weights_complete:
-    """With overlapped gathering DDP fetches weights in hooks that expect an optimizer step before every pass."""
-
-    def __init__(self, chunks):
-        self.hooked = [c for c in chunks if getattr(c, "use_forward_hook", False) and c.remove_forward_pre_hook_handles]
-
-    def __enter__(self):
-        for chunk in self.hooked:
-            chunk.disable_forward_pre_hook()
-
-    def __exit__(self, *error):
-        for chunk in self.hooked:
-            chunk.enable_forward_pre_hook()
 
 
 class Watcher:

@@ -19,8 +19,8 @@ from optim.clip import Update
 from parallel import checkpoint_files, rank_process
 from precision import diagnosis, first_bad
 from tracking import result
+from tracking.result import DOCTOR
 
-FOLDER, BATCH, REPORT = "doctor", "batch.npy", "report"
 HISTORY = 128
 HOPELESS = 5  # steps skipped in a row at a loss scale that does not fall any more
 
@@ -56,13 +56,13 @@ class Doctor:
     def _refuse(self, number: int, tokens: np.ndarray, vocab: int):
         sequence, position = np.argwhere((tokens < 0) | (tokens >= vocab))[0]
         rank = dist.get_rank()
-        folder = self.run_dir / FOLDER
+        folder = self.run_dir / DOCTOR
         folder.mkdir(parents=True, exist_ok=True)
         np.save(folder / f"batch-rank{rank}.npy", np.concatenate(self.batch))
         raise BadBatch(
             f"the batch of step {self.step} has token id {tokens[sequence, position]} outside 0..{vocab - 1} "
             f"(model.vocab={vocab}) on rank {rank}, micro-batch {number}, sequence {sequence}, position {position}: "
-            f"the data was made with another tokenizer, or is damaged (saved as {FOLDER}/batch-rank{rank}.npy)"
+            f"the data was made with another tokenizer, or is damaged (saved as {DOCTOR}/batch-rank{rank}.npy)"
         )
 
     def finds(self, loss: float, update: Update, lr: float, scale: float) -> str | None:
@@ -171,11 +171,11 @@ class Doctor:
         mine = (parallel_state.get_data_parallel_rank(), np.concatenate(self.batch)) if first else None
         parts = sorted((part for part in first_bad.everywhere(mine) if part), key=lambda part: part[0])
         batch = np.concatenate([part for _, part in parts])
-        folder = self.run_dir / FOLDER
+        folder = self.run_dir / DOCTOR
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            np.save(folder / BATCH, batch)
-        return f"{FOLDER}/{BATCH}", _tokens(batch, self.cfg.model.vocab)
+            np.save(folder / diagnosis.BATCH, batch)
+        return f"{DOCTOR}/{diagnosis.BATCH}", _tokens(batch, self.cfg.model.vocab)
 
     def _newest(self) -> str | None:
         newest = checkpoint_files.latest(self.run_dir / checkpoint_files.FOLDER) if dist.get_rank() == 0 else None
@@ -184,8 +184,8 @@ class Doctor:
     def _save(self, report: dict) -> None:
         if dist.get_rank():
             return
-        result.write(self.run_dir / FOLDER, f"{REPORT}.json", **report)
-        (self.run_dir / FOLDER / f"{REPORT}.md").write_text(diagnosis.markdown(report))
+        result.write(self.run_dir / DOCTOR, diagnosis.REPORT, **report)
+        (self.run_dir / DOCTOR / diagnosis.REPORT).with_suffix(".md").write_text(diagnosis.markdown(report))
 
 
 def _first(found: dict | None, bad_state: list[dict], reduced: list[dict]) -> dict | None:

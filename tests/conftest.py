@@ -1,7 +1,6 @@
 """What the tests share: the program as a user starts it, in a folder of its own, with and without GPUs in sight."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ import checkpointed
 import pytest
 from omegaconf import OmegaConf
 
+from benchmarks.setting import ONLY_RANK, only_rank
 from conf.schema import Config
 from parallel import compose
 
@@ -72,12 +72,9 @@ def single_rank() -> None:
     """This process as the only rank of a run on the CPU: Megatron-core can be used, with the stand-in installed."""
     from parallel import groups, quiet
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    only_rank()
     quiet.libraries()
     composed, *_ = compose.compose(["launch.device=cpu", "parallel=single"])
     groups.start(OmegaConf.to_object(compose.check(composed)))
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ONLY_RANK:
         del os.environ[name]

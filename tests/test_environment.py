@@ -3,7 +3,7 @@
 import pytest
 
 from conf.schema import Config, Device
-from parallel import host
+from parallel import devices, host
 from parallel.environment import apply, rank_environment
 
 
@@ -22,8 +22,10 @@ def gpu(tmp_path, monkeypatch):
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho {text}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        devices.capability.cache_clear()
 
-    return capability
+    yield capability
+    devices.capability.cache_clear()
 
 
 @pytest.mark.parametrize(

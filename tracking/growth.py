@@ -14,14 +14,13 @@ BLOCK, BLOCKS = 10, 6  # steps in a block, blocks that are compared
 LEAST = 32 * 2**20  # bytes in all blocks together: below it is noise of a CPU's allocator
 EVEN = 0.4  # the smallest step from block to block against the middle one
 SHARE = 0.1  # of what is held
-FOLDER = "doctor"
 
 
 class Growth:
     """One rank's memory. `room()` tells the bytes that are left."""
 
     def __init__(self, run_dir: Path, rank: int, room: Callable[[], int]):
-        self.file = (Path(run_dir) / FOLDER, f"memory-rank{rank}.json")
+        self.file = (Path(run_dir) / result.DOCTOR, f"memory-rank{rank}.json")
         self.rank, self.room = rank, room
         self.block: list[int] = []
         self.floors: deque[int] = deque(maxlen=BLOCKS)

@@ -5,7 +5,8 @@
     steps, tokens     how far the run came
     loss_final, loss_best, val_loss_start, val_loss_final, val_loss_best          nats per token
     tokens_per_s, step_s, mfu, peak_tflops, peak_source                           first step excluded
-    peak_gib, clip_fraction, skipped_steps, left_out, rollbacks, first_nonfinite_step
+    peak_gib, clip_fraction, skipped_steps, skipped_spikes, left_out, rollbacks, first_nonfinite_step
+    grad_norms        quantiles of the gradient norm, and what each threshold would have clipped
     explanation       the cause's cause in plain words, where it is a known one
     advice            overrides to try, or what else to do; null where nothing is known
     world_size, parameters, device, versions, git_commit, config_hash, choices, overrides, run_command
@@ -40,6 +41,8 @@ FILE = "result.json"
 FACTS_FILE = "facts.json"
 # Why the ranks are being stopped, as whoever started them knows it; a rank knows a signal only.
 STOPPING_FILE = "ranks/stopping.json"
+# What was found about a loss or memory that went wrong.
+DOCTOR = "doctor"
 STATUSES = ("ok", "nan", "oom", "timeout", "failed", "interrupted")
 ROOT = Path(__file__).resolve().parent.parent
 # The choices that tell runs apart at a glance.
@@ -147,7 +150,7 @@ def clear(run_dir: str | Path, history: bool = True) -> None:
     """
     for name in (FILE, FACTS_FILE, STOPPING_FILE, "report.html", *[HISTORY_FILE] * history):
         (Path(run_dir) / name).unlink(missing_ok=True)
-    shutil.rmtree(Path(run_dir) / "doctor", ignore_errors=True)
+    shutil.rmtree(Path(run_dir) / DOCTOR, ignore_errors=True)
 
 
 def load(run_dir: str | Path, name: str = FILE) -> dict:

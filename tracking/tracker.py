@@ -217,7 +217,7 @@ class Tracker:
         if outcome["grad_norms"]:
             rows.append(("grad norm", norms.in_words(outcome["grad_norms"])))
         rows += [(title, outcome[name]) for title, name in (("why", "explanation"), ("try", "advice")) if outcome[name]]
-        told = self.run_dir / "doctor" / "report.md"
+        told = self.run_dir / result.DOCTOR / "report.md"
         if outcome["status"] == "nan" and told.exists():
             rows.append(("doctor", short(told)))
         rows.append(("result", short(self.run_dir / result.FILE)))
