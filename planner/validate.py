@@ -3,7 +3,8 @@
 Plans every row of planner/published/throughput.csv and prints, by source, the error of tokens/s and of memory, how many
 out-of-memory rows are called right, and how often the faster of two runs that differ only in layout is named. Constants
 marked `estimate` in planner/device.py are fitted anew without the source that is judged, so that no figure is a fit to
-itself. The dry runs take most of the time; `profiles=` keeps them in a folder for the next time.
+itself. The dry runs take most of the time; `profiles=` keeps them in a folder for the next time with the same code.
+They are pickles: name a folder that nobody else writes to.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from planner import device as devices
 from planner import fit, plan, published
+from tracking import result
 
 RESULT = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "published.json"
 
@@ -54,7 +56,7 @@ def cases(rows: list[published.Row], folder: Path | None) -> list[Case]:
 
 def _profiles(cfg, row: published.Row, folder: Path | None) -> list:
     words = [word for word in row.words if not word.startswith("cluster")]
-    file = folder and folder / (hashlib.sha256(" ".join(words).encode()).hexdigest()[:16] + ".pickle")
+    file = folder and folder / (hashlib.sha256(f"{result.git_commit()} {words}".encode()).hexdigest()[:16] + ".pickle")
     if file and file.exists():
         return pickle.loads(file.read_bytes())
     # Of most sources only the speed is judged: they list neither memory nor failed runs.

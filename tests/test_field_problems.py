@@ -27,6 +27,11 @@ PROBLEMS = {
         "the ZeRO-3 path trains differently",
         "test_parity.py::test_zero3_does_not_train_differently",
     ),
+    6: (
+        "MFU is against the wrong peak, or nobody says by which FLOP rule",
+        "test_planner.py::test_mfu_names_its_peak_and_both_rules",
+        "test_tracking.py::test_mfu_is_absent_where_the_peak_is_unknown",
+    ),
     7: (
         "W&B has no tokens seen, no tokens per second and no time left",
         "test_train.py::test_a_run_leaves_metrics_of_every_step_under_their_documented_names",
@@ -66,6 +71,11 @@ PROBLEMS = {
     14: (
         "the loss is -1 or missing on rank 0 under PP",
         "test_parity.py::test_the_loss_is_neither_missing_nor_minus_one_on_the_first_rank_of_a_pipeline",
+    ),
+    15: (
+        "that memory does not suffice is found only by running",
+        "test_planner.py::test_out_of_memory_is_known_before_the_launch",
+        "test_models.py::test_a_model_too_large_for_this_machine_is_refused_before_it_starts",
     ),
     16: (
         "NaN with no owner, or not counted",
