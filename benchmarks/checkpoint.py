@@ -8,8 +8,12 @@ second checkpoint is written beside training steps, and as many steps follow wit
 second: the ratio is taken within each round, and its median, with the spread between the quartiles, is printed and
 written to benchmarks/results/checkpoint.json. The first round, in which the host memory of the copy is new, is told
 apart from the others.
+
+Whoever writes just after something was removed finds warm memory and blocks, and can be three times as fast. So both
+start some seconds after the last removal, and dd's file, like a checkpoint, is removed when the next one is complete.
 """
 
+import os
 import shutil
 import statistics
 import subprocess
@@ -21,6 +25,7 @@ from pathlib import Path
 from benchmarks.overhead import Bare
 from benchmarks.setting import ROOT, keep, only_rank
 
+SETTLE_S = 4  # before each of the two
 MODEL = (
     "model.layers=12 model.hidden=768 model.ffn_hidden=2048 model.heads=12 model.kv_heads=12 model.vocab=10240 "
     "train.global_batch=1 train.micro_batch=1 train.seq_len=64 data=mock parallel=single launch.device=cpu "
@@ -76,11 +81,14 @@ def measure(folder: Path, cfg, rounds: int) -> list[dict[str, float]]:
     for number in range(rounds + 1):
         print(f"\rround {number} of {rounds}", end="", file=sys.stderr, flush=True)
         step += 1
+        time.sleep(SETTLE_S)
         began = time.perf_counter()
         checkpoints.save(step)
         stopped = time.perf_counter() - began
         checkpoints.writer.finish()
-        seconds = {"stopped": stopped, "written": time.perf_counter() - began, "dd": dd(folder)}
+        seconds = {"stopped": stopped, "written": time.perf_counter() - began}
+        time.sleep(SETTLE_S)
+        seconds["dd"] = dd(folder)
         step += 1
         began = time.perf_counter()
         checkpoints.save(step)
@@ -106,11 +114,14 @@ def timed(call) -> float:
 
 
 def dd(folder: Path) -> float:
-    """Seconds in which dd writes and syncs the bytes of the newest checkpoint, which lie in the page cache."""
-    copy = folder / "dd"
-    words = [["dd", f"if={path}", f"of={copy}", "bs=4M", "conv=fsync"] for path in tensor_files(folder)]
+    """Seconds in which dd writes and syncs the bytes of the newest checkpoint, which lie in the page cache.
+
+    The file of the time before makes way for it afterwards.
+    """
+    old, new = folder / "dd", folder / "dd_new"
+    words = [["dd", f"if={path}", f"of={new}", "bs=4M", "conv=fsync"] for path in tensor_files(folder)]
     seconds = timed(lambda: [subprocess.run(command, check=True, capture_output=True) for command in words])
-    copy.unlink()
+    os.replace(new, old)
     return seconds
 
 
