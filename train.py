@@ -84,7 +84,7 @@ def rank(run_dir: Path) -> None:
     # What is known before the first step. The measured peak draws random numbers, so the state is restored after it.
     best = peak.dense_peak(cfg)
     heartbeat.beat("resume")
-    checkpoints = Checkpoints(cfg, run_dir, chunks, optimizer, schedule, clipper)
+    checkpoints = Checkpoints(cfg, run_dir, chunks, optimizer, schedule, clipper, corpus.facts["fingerprint"])
     done = checkpoints.resume()
     tokens_per_step = cfg.train.global_batch * cfg.train.seq_len
     flops_per_token = flops.per_token(cfg.model, cfg.train.seq_len, cfg.train.flop_rule)

@@ -24,10 +24,11 @@ class Checkpoints:
     """Checkpoints of one run; every rank has one and calls the same methods at the same step.
 
     As a context manager around the training loop: a run that fails leaves its last checkpoint complete.
+    `data` is the fingerprint of what the run trains on, None where no data is at hand.
     """
 
-    def __init__(self, cfg: Config, run_dir: Path, chunks, optimizer, schedule, clipper):
-        self.cfg, self.run_dir = cfg, Path(run_dir)
+    def __init__(self, cfg: Config, run_dir: Path, chunks, optimizer, schedule, clipper, data: str | None = None):
+        self.cfg, self.run_dir, self.data = cfg, Path(run_dir), data
         self.chunks, self.optimizer, self.schedule, self.clipper = chunks, optimizer, schedule, clipper
         self.notes: dict[str, str] = {}  # for the block before the first step
         self.resumed: dict | None = None  # what the run goes on from, for the tracker
@@ -131,6 +132,7 @@ class Checkpoints:
             "world_size": dist.get_world_size(),
             **checkpoint_rules.fixed(self.cfg),
             "precision": str(self.cfg.precision.name),
+            "data": self.data,
             "wandb_id": result.load(self.run_dir, wandb_run.FILE).get("id"),
             "parent": result.load(self.run_dir, result.FACTS_FILE).get("parent"),
             "torch": torch.__version__,
@@ -147,6 +149,8 @@ class Checkpoints:
             words.append(f"written under {was}")
             if self.cfg.model.dropout:
                 words.append("dropout draws other numbers than there")
+        if self.data and about.get("data", self.data) != self.data:
+            words.append(f"written on other data (fingerprint {about['data']}, here {self.data})")
         was, now = about["precision"], str(self.cfg.precision.name)
         if was != now:
             words.append(f"written in {was}")

@@ -186,6 +186,14 @@ def test_a_run_goes_on_in_another_precision_and_says_what_becomes_of_the_loss_sc
             assert abs(loss / steps(whole)[step] - 1) < 2e-2, (number, step)
 
 
+@pytest.mark.slow
+def test_a_run_that_goes_on_with_other_data_says_so(trained, runs):
+    resume = [*TRAINED, "train.steps=4", f"checkpoint.resume={at(trained, 3)}"]
+    words = {"same": [], "other": ["data=text", f"data.path={__file__}"]}
+    said = {name: (runs(f"{name}_data", *resume, *data) / "said.txt").read_text() for name, data in words.items()}
+    assert "written on other data" in " ".join(said["other"].split()) and "other data" not in said["same"]
+
+
 def test_ranges_of_a_parameter_are_cut_into_boxes_that_fill_it_once():
     place = Place("w", (3, 8, 10), (1, 4, 5), 1, (4, 5), 20, True)  # rows 4-7, columns 5-9 of layer 1, after 20 others
     random.seed(0)
