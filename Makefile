@@ -5,11 +5,12 @@ PY := .venv/bin/python
 READY := .venv/.ready
 ARGS ?=
 
-.PHONY: help train sweep test test-all slurm-check lint clean rebuild
+.PHONY: help train sweep claims test test-all slurm-check lint clean rebuild
 
 help:
 	@echo "make train      train a small GPT on real text on this machine (ARGS=\"parallel=tp2 ...\" to choose)"
 	@echo "make sweep      layouts x number formats, a table and a page that compares them (ARGS=resume=true to continue)"
+	@echo "make claims     put claims about training large models to the test, a table of what was found"
 	@echo "make test       run the tests, without the slow ones"
 	@echo "make test-all   run all tests"
 	@echo "make slurm-check  run sweeps under a real SLURM of two virtual nodes on this machine"
@@ -21,6 +22,9 @@ train: $(READY)
 
 sweep: $(READY)
 	@$(PY) train.py -m +sweep=laptop $(ARGS)
+
+claims: $(READY)
+	@$(PY) -m benchmarks.claims $(ARGS)
 
 test: $(READY)
 	@echo "Testing (make test-all adds the slow tests)."

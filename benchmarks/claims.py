@@ -1,0 +1,91 @@
+"""Put the claims about training large models to the test: run their experiments, write what was found.
+
+    python -m benchmarks.claims [claim ...] [--folder FOLDER] [override ...]
+
+Each claim is a sweep, experiment=claim_*, kept in FOLDER (runs/claims); started again, only what is missing is run.
+The table goes to benchmarks/results/claims.md and .json, or with overrides (train.steps=20, to try it out) to FOLDER.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.claims_found import CLAIMS, Claim
+from benchmarks.setting import ROOT
+from tracking import result, runs
+from tracking.console import duration
+
+HEAD = "| claim | given | found | published | verdict |\n|---|---|---|---|---|\n"
+AT_ONCE = 2
+
+
+def main(argv: list[str]) -> int:
+    """Run and read the claims; 1 when one could not be read, 2 for a name that is none."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.claims", description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", metavar="claim or key=value", help="default: all claims as they are")
+    parser.add_argument("--folder", type=Path, default=Path("runs/claims"), help="where the sweeps are kept")
+    args = parser.parse_intermixed_args(argv)
+    overrides, names = [w for w in args.words if "=" in w], [w for w in args.words if "=" not in w]
+    if unknown := [name for name in names if not any(name == claim.experiment for claim in CLAIMS)]:
+        known = ", ".join(claim.experiment for claim in CLAIMS)
+        print(f"{unknown[0]} is no claim: take some of {known}.", file=sys.stderr)
+        return 2
+    wanted = [claim for claim in CLAIMS if not names or claim.experiment in names]
+    rows, missing, began = [], [], time.monotonic()
+    for done, claim in enumerate(wanted, 1):
+        print(f"\n{claim.experiment}: {claim.claim}", flush=True)
+        folder = args.folder / claim.experiment
+        sweep(claim, folder, overrides)
+        found, verdict, unread = read(claim, folder)
+        missing += [claim.experiment] * unread
+        rows.append({"experiment": claim.experiment, "claim": claim.claim, "given": claim.given, "found": found,
+                     "published": claim.published, "verdict": verdict})  # fmt: skip
+        print(
+            f"{verdict}: {found}\n{done} of {len(wanted)} claims after {duration(time.monotonic() - began)}", flush=True
+        )
+    place = args.folder if overrides or names else ROOT / "benchmarks" / "results"
+    write(place, rows)
+    print(f"\nwritten to {place}/claims.md and claims.json; look at the curves with:\n"
+          f"  python -m tracking.compare {args.folder}/{wanted[0].experiment}")  # fmt: skip
+    return 1 if missing else 0
+
+
+def sweep(claim: Claim, folder: Path, overrides: list[str]) -> None:
+    """Run what of the claim's sweep is not finished; a point that fails is in its folder, and the reader's to judge."""
+    words = [f"experiment={claim.experiment}", f"hydra.sweep.dir={folder}", "resume=true"]
+    at_once = 1 if "zero3" in claim.experiment else AT_ONCE  # two ranks fill two cores, and are timed
+    command = [sys.executable, str(ROOT / "train.py"), "-m", *words, f"launch.parallel_points={at_once}", *overrides]
+    # Points that run at the same time would otherwise each take all cores.
+    threads = {"OMP_NUM_THREADS": "1"} if at_once > 1 else {}
+    subprocess.run(command, check=False, env=os.environ | threads)
+
+
+def read(claim: Claim, folder: Path) -> tuple[str, str, bool]:
+    """Figure and verdict, and whether it has none because a point neither finished nor went NaN."""
+    points = runs.find([folder]) if folder.is_dir() else []
+    if not points:
+        return "no run", "not measured", True
+    bad = [run for run in points if run.status not in ("ok", "nan")]
+    if bad:
+        return f"{len(bad)} of {len(points)} points did not finish, first: {bad[0].cause}", "not measured", True
+    return *claim.read(points), False
+
+
+def write(folder: Path, rows: list[dict]) -> None:
+    """The table, for people and for programs, with what made it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [
+        f"| {r['claim']} (`{r['experiment']}`) | {r['given']} | {r['found']} | {r['published']} | {r['verdict']} |"
+        for r in rows
+    ]
+    (folder / "claims.md").write_text(HEAD + "\n".join(lines) + "\n")
+    made_by = {"versions": result.versions(), "git_commit": result.git_commit()}
+    (folder / "claims.json").write_text(json.dumps({"claims": rows} | made_by, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
