@@ -8,7 +8,6 @@ The table goes to benchmarks/results/claims.md and .json, or with overrides (tra
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -59,9 +58,7 @@ def sweep(claim: Claim, folder: Path, overrides: list[str]) -> None:
     words = [f"experiment={claim.experiment}", f"hydra.sweep.dir={folder}", "resume=true"]
     at_once = 1 if "zero3" in claim.experiment else AT_ONCE  # two ranks fill two cores, and are timed
     command = [sys.executable, str(ROOT / "train.py"), "-m", *words, f"launch.parallel_points={at_once}", *overrides]
-    # Points that run at the same time would otherwise each take all cores.
-    threads = {"OMP_NUM_THREADS": "1"} if at_once > 1 else {}
-    subprocess.run(command, check=False, env=os.environ | threads)
+    subprocess.run(command, check=False)
 
 
 def read(claim: Claim, folder: Path) -> tuple[str, str, bool]:
