@@ -3,7 +3,8 @@
     python -m benchmarks.claims [claim ...] [--folder FOLDER] [override ...]
 
 Each claim is a sweep, experiment=claim_*, kept in FOLDER (runs/claims); started again, only what is missing is run.
-The table goes to benchmarks/results/claims.md and .json, or with overrides (train.steps=20, to try it out) to FOLDER.
+The table goes to benchmarks/results/claims.md and .json; that of some claims, or with overrides (train.steps=20, to try
+it out; kept in runs/claims_tried), goes to FOLDER.
 """
 
 import argparse
@@ -23,10 +24,10 @@ AT_ONCE = 2
 
 
 def main(argv: list[str]) -> int:
-    """Run and read the claims; 1 when one could not be read, 2 for a name that is none."""
+    """Run and read the claims; 1 when one was not measured, 2 for a name that is none."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.claims", description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", metavar="claim or key=value", help="default: all claims as they are")
-    parser.add_argument("--folder", type=Path, default=Path("runs/claims"), help="where the sweeps are kept")
+    parser.add_argument("--folder", type=Path, help="where the sweeps are kept")
     args = parser.parse_intermixed_args(argv)
     overrides, names = [w for w in args.words if "=" in w], [w for w in args.words if "=" not in w]
     if unknown := [name for name in names if not any(name == claim.experiment for claim in CLAIMS)]:
@@ -34,42 +35,50 @@ def main(argv: list[str]) -> int:
         print(f"{unknown[0]} is no claim: take some of {known}.", file=sys.stderr)
         return 2
     wanted = [claim for claim in CLAIMS if not names or claim.experiment in names]
-    rows, missing, began = [], [], time.monotonic()
+    # Apart, since points of other lengths in one folder would be read as one sweep.
+    kept = args.folder or Path("runs/claims_tried" if overrides else "runs/claims")
+    rows, complete, began = [], True, time.monotonic()
     for done, claim in enumerate(wanted, 1):
         print(f"\n{claim.experiment}: {claim.claim}", flush=True)
-        folder = args.folder / claim.experiment
-        sweep(claim, folder, overrides)
-        found, verdict, unread = read(claim, folder)
-        missing += [claim.experiment] * unread
+        folder = kept / claim.experiment
+        code = sweep(claim, folder, overrides)
+        if code not in (
+            0,
+            1,
+        ):  # 1: a point failed, which is for the reader to judge; else nothing ran, or it was stopped
+            print(f"{claim.experiment} was not run to its end (exit code {code}): see above.", file=sys.stderr)
+            return code
+        found, verdict, measured = read(claim, folder)
+        complete = complete and measured
         rows.append({"experiment": claim.experiment, "claim": claim.claim, "given": claim.given, "found": found,
                      "published": claim.published, "verdict": verdict})  # fmt: skip
         print(
             f"{verdict}: {found}\n{done} of {len(wanted)} claims after {duration(time.monotonic() - began)}", flush=True
         )
-    place = args.folder if overrides or names else ROOT / "benchmarks" / "results"
+    place = kept if args.words else ROOT / "benchmarks" / "results"
     write(place, rows)
     print(f"\nwritten to {place}/claims.md and claims.json; look at the curves with:\n"
-          f"  python -m tracking.compare {args.folder}/{wanted[0].experiment}")  # fmt: skip
-    return 1 if missing else 0
+          f"  python -m tracking.compare {kept}/{wanted[0].experiment}")  # fmt: skip
+    return 0 if complete else 1
 
 
-def sweep(claim: Claim, folder: Path, overrides: list[str]) -> None:
-    """Run what of the claim's sweep is not finished; a point that fails is in its folder, and the reader's to judge."""
+def sweep(claim: Claim, folder: Path, overrides: list[str]) -> int:
+    """Run what of the claim's sweep is not finished; the exit code of train.py."""
     words = [f"experiment={claim.experiment}", f"hydra.sweep.dir={folder}", "resume=true"]
     at_once = 1 if "zero3" in claim.experiment else AT_ONCE  # two ranks fill two cores, and are timed
     command = [sys.executable, str(ROOT / "train.py"), "-m", *words, f"launch.parallel_points={at_once}", *overrides]
-    subprocess.run(command, check=False)
+    return subprocess.run(command, check=False).returncode
 
 
 def read(claim: Claim, folder: Path) -> tuple[str, str, bool]:
-    """Figure and verdict, and whether it has none because a point neither finished nor went NaN."""
+    """Figure, verdict, and whether they are measured: not where a point neither finished nor went NaN."""
     points = runs.find([folder]) if folder.is_dir() else []
     if not points:
-        return "no run", "not measured", True
+        return "no run", "not measured", False
     bad = [run for run in points if run.status not in ("ok", "nan")]
     if bad:
-        return f"{len(bad)} of {len(points)} points did not finish, first: {bad[0].cause}", "not measured", True
-    return *claim.read(points), False
+        return f"{len(bad)} of {len(points)} points did not finish, first: {bad[0].cause}", "not measured", False
+    return *claim.read(points), True
 
 
 def write(folder: Path, rows: list[dict]) -> None:

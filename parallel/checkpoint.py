@@ -149,8 +149,9 @@ class Checkpoints:
             words.append(f"written under {was}")
             if self.cfg.model.dropout:
                 words.append("dropout draws other numbers than there")
-        if self.data and about.get("data", self.data) != self.data:
-            words.append(f"written on other data (fingerprint {about['data']}, here {self.data})")
+        was = about.get("data")
+        if was and self.data and was != self.data:
+            words.append(f"written on other data (fingerprint {was}, here {self.data})")
         was, now = about["precision"], str(self.cfg.precision.name)
         if was != now:
             words.append(f"written in {was}")

@@ -1,6 +1,7 @@
 """Claims are judged by what their runs found: every one has its experiment, and its verdict can go either way."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from benchmarks.claims_found import CLAIMS, FAILS, HOLDS
 from parallel import compose
 from tracking.runs import Run
 
-EXPERIMENTS = sorted(path.stem for path in Path("conf/experiment").glob("claim_*.yaml"))
+EXPERIMENTS = sorted(
+    path.stem for path in (Path(__file__).resolve().parent.parent / "conf" / "experiment").glob("claim_*.yaml")
+)
 
 
 def run(losses=(3.0,), choices=None, keys=None, lines=(), status="ok", **result) -> Run:
@@ -63,7 +66,7 @@ def test_a_run_that_went_nan_is_the_worst_and_not_the_best():
 
 def test_memory_that_piles_up_is_told_from_memory_that_does_not():
     def grown(last):
-        return [run(lines=[{"step": 100, "mem/peak_gib": 1.0}, {"step": 300, "mem/peak_gib": last}], steps=300)]
+        return [run(lines=[{"mem/peak_gib": gib} for gib in (0.5, 1.0, last)], steps=300)]
 
     assert claims_found.memory(grown(1.5))[1] == HOLDS
     assert claims_found.memory(grown(1.0))[1].startswith(FAILS)
@@ -75,7 +78,21 @@ def test_a_name_that_is_no_claim_is_answered_with_those_that_are(capsys):
 
 
 def test_a_claim_whose_points_did_not_finish_has_no_verdict(tmp_path):
-    assert claims.read(CLAIMS[0], tmp_path / "none") == ("no run", "not measured", True)
+    assert claims.read(CLAIMS[0], tmp_path / "none") == ("no run", "not measured", False)
+
+
+def test_a_run_that_went_nan_before_its_first_probe_still_has_a_verdict():
+    points = [
+        run((2.0,), {"precision": "fp32"}),
+        run((2.0,), {"precision": "fp16"}, lines=[{"amp/underflow_fraction": 0.0}]),
+        run((math.nan,), {"precision": "fp16_unscaled"}, status="nan"),
+    ]
+    assert "training suffers" in claims_found.loss_scaling(points)[1]
+
+
+def test_an_override_that_is_refused_ends_the_claims_and_judges_nothing(tmp_path, capfd):
+    assert claims.main(["claim_18_bf16_or_fp16", "train.stepz=4", f"--folder={tmp_path}"]) not in (0, 1)
+    assert "was not run to its end" in capfd.readouterr().err and not (tmp_path / "claims.md").exists()
 
 
 @pytest.mark.slow
