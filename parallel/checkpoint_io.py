@@ -118,13 +118,10 @@ class HashedFile(io.BufferedWriter):
         self.size += len(block)
         if len(block) < _WORTH_A_THREAD:
             self.digest.update(block)
-            return super().write(block)
+            return self._put(block)
         hashed = self._threads.submit(self.digest.update, block)
         try:
-            written = super().write(block)
-        except OSError as error:
-            self.problem = error
-            raise
+            written = self._put(block)
         finally:
             hashed.result()  # the block is the caller's again
         if self._synced is None or self._synced.done():
@@ -132,6 +129,13 @@ class HashedFile(io.BufferedWriter):
             # The system would begin to write only when told to, or when gigabytes wait.
             self._synced = self._threads.submit(os.fdatasync, self.fileno())
         return written
+
+    def _put(self, block) -> int:
+        try:
+            return super().write(block)
+        except OSError as error:
+            self.problem = error
+            raise
 
     def close(self) -> None:
         """Closes the file. Raises OSError when something of it did not reach the disk, which is told only once."""
